@@ -210,9 +210,7 @@ class Backend(ABC):
         """Forget a peer and everything mapped from it; no transfer uses it."""
 
     @abstractmethod
-    def post(
-        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
-    ) -> None:
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         """Start a transfer; its end is a ``Completion`` from ``poll``.
 
         Raises ``BackpressureError`` (nothing posted) or another error (nothing

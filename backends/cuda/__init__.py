@@ -1,0 +1,1 @@
+"""CUDA memory over RDMA, through NIXL's UCX."""

@@ -1,0 +1,1 @@
+"""Elastic Fabric Adapter, through NIXL's LIBFABRIC."""

@@ -1,0 +1,1 @@
+"""Transfers between processes of one machine and over plain TCP."""

@@ -1,0 +1,1 @@
+"""What the NIXL-based backends share."""

@@ -1,0 +1,1 @@
+"""ROCm memory over RDMA, through NIXL built for ROCm."""

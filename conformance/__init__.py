@@ -1,0 +1,1 @@
+"""A conformance suite that every kvtransport backend passes."""

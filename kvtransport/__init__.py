@@ -1,0 +1,1 @@
+"""Accelerator-agnostic KV cache transfer: interface, leases, layout and policies."""

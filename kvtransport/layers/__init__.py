@@ -1,0 +1,1 @@
+"""Backends that wrap a backend: faults, checksums, staging."""

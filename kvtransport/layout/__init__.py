@@ -1,0 +1,1 @@
+"""Where a token's KV lies, and which descriptors move it."""

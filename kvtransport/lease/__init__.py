@@ -1,0 +1,1 @@
+"""Who may read which KV, and until when."""

@@ -1,0 +1,1 @@
+"""How long to retain KV, and whether to pull or recompute it."""

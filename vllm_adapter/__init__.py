@@ -1,0 +1,1 @@
+"""kvtransport inside vLLM: connector, router and launch helpers."""

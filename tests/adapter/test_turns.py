@@ -1,0 +1,185 @@
+"""Conversations through two real schedulers: what is pulled, and that answers are right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.adapter.sim import BLOCK, SimPair, reference
+
+GROUP = 16
+
+
+@pytest.fixture
+def pair() -> Iterator[SimPair]:
+    made = SimPair()
+    yield made
+    made.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 250), k=count)
+
+
+def first_turn(pair: SimPair, prompt: list[int], max_tokens: int = 40) -> list[int]:
+    answer, _ = pair.turn(prompt, max_tokens=max_tokens)
+    assert answer == reference(prompt, max_tokens)
+    return prompt + answer
+
+
+def forget(pair: SimPair) -> None:
+    """Empty P's prefix cache, so that what P reuses was pulled."""
+    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def test_prompt_reaches_decode_engine(pair: SimPair) -> None:
+    prompt = tokens(100)
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert turn["outcome"] == "no_holding"
+    assert turn["pulled_tokens"] == 0
+    d = pair.d.side
+    assert d.telemetry._stats.data["counters"].keys()  # noqa: SLF001
+
+
+def test_honest_extension_pulls_everything_beyond_the_local_hit(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(300))
+    forget(pair)
+    prompt = history + tokens(50, seed=1)
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    # The last sampled token's KV was never computed on D.
+    assert turn["pulled_tokens"] == len(history) - 1
+    assert turn["local_tokens"] == 0
+
+
+def test_local_hit_is_not_pulled_again(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(300))
+    prompt = history + tokens(50, seed=1)
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert turn["local_tokens"] == 300 // BLOCK * BLOCK
+    # 40 tokens of answer and the prompt's partial block: below the threshold of 64.
+    assert turn["outcome"] == "policy"
+
+
+EDITS: dict[str, Any] = {
+    "cut": lambda h: h[:100] + h[190:],
+    "one token": lambda h: [*h[:37], h[37] % 249 + 1, *h[38:]],
+    "line first": lambda h: tokens(20, seed=9) + h,
+    "same length": lambda h: tokens(len(h), seed=8),
+}
+COMMON = {"cut": 100, "one token": 37, "line first": 0, "same length": 0}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_history_pulls_only_the_common_prefix(pair: SimPair, edit: str) -> None:
+    history = first_turn(pair, tokens(320))
+    forget(pair)
+    prompt = EDITS[edit](history) + tokens(40, seed=2)
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    common = COMMON[edit] // GROUP * GROUP
+    expected = common if common >= 64 else 0  # kv_recompute_threshold
+    assert turn["pulled_tokens"] == expected
+    if common:
+        counters = pair.p.side.telemetry._stats.data["counters"]  # noqa: SLF001
+        assert counters["kvtransport_content_divergence_total|direction=decode_to_prefill"] == 1
+
+
+def test_whole_prompt_retained_still_computes_a_token(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(200))
+    forget(pair)
+    prompt = history[:150]
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert turn["pulled_tokens"] == 144  # full groups of a longer holding
+    prompt = history[:-1]
+    forget(pair)
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert turn["pulled_tokens"] == len(prompt) - 1
+    assert turn["recomputed_tokens"] == 1
+
+
+def test_second_identical_turn_pulls_nothing_on_prefill(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(300))
+    prompt = history + tokens(30, seed=3)
+    forget(pair)
+    pair.turn(prompt)
+    _, turn = pair.turn(prompt)
+    assert turn["pulled_tokens"] == 0
+    assert turn["local_tokens"] == (len(prompt) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, BLOCK * 3 - 1, BLOCK * 3, BLOCK * 3 + 1])
+def test_every_prompt_length_is_answered_rightly(pair: SimPair, length: int) -> None:
+    prompt = tokens(length)
+    answer, _ = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    prompt = prompt + answer + tokens(5, seed=4)
+    answer, _ = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+
+
+def test_two_tenants_never_share(pair: SimPair) -> None:
+    prompt = tokens(200)
+    pair.turn(prompt, salt="tenant-a", max_tokens=40)
+    forget(pair)
+    _, turn = pair.turn(prompt, salt="tenant-b")
+    assert turn["outcome"] == "no_holding"
+    assert turn["pulled_tokens"] == 0
+    forget(pair)
+    _, turn = pair.turn(prompt, salt="tenant-a")
+    assert turn["pulled_tokens"] > 0
+
+
+def test_nothing_is_alive_while_a_conversation_is_retained(pair: SimPair) -> None:
+    first_turn(pair, tokens(300))
+    for sim in (pair.p, pair.d):
+        assert not sim.scheduler.requests
+        assert not sim.scheduler.has_requests()
+    held = pair.d.side._engine.ledger.snapshot()  # noqa: SLF001
+    assert held["holdings"]
+    # What was delivered to D is no longer held by P.
+    pair.p.step()
+    assert pair.p.free_blocks == pair.p.cache.num_blocks - 1
+
+
+def test_reset_gives_up_what_is_retained(pair: SimPair) -> None:
+    first_turn(pair, tokens(300))
+    assert pair.d.free_blocks < pair.d.cache.num_blocks - 1
+    assert pair.d.scheduler.reset_prefix_cache(reset_connector=True)
+    assert pair.d.free_blocks == pair.d.cache.num_blocks - 1
+
+
+def test_reuse_switched_off_for_one_request(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(300))
+    forget(pair)
+    answer, turn = pair.turn(history + [7], p_params={"kvt_reuse": False})
+    assert answer == reference(history + [7], 8)
+    assert turn["outcome"] == "disabled"
+    assert turn["pulled_tokens"] == 0
+
+
+HOSTILE = [
+    {"tp_size": 2**31, "remote_port": 70000},
+    {"remote_engine_id": ["x"], "kvt_ask": "all"},
+    {"remote_engine_id": "e" * 10_000, "remote_host": "203.0.113.1", "remote_port": 1},
+    {"remote_block_ids": list(range(10**6)), "kvt_ask": ["no-such-engine"]},
+    {"kvt_address": "tcp://203.0.113.1:1", "kvt_address_token": "forged"},
+]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_params_of_a_caller_choose_nothing(pair: SimPair, hostile: dict[str, Any]) -> None:
+    history = first_turn(pair, tokens(200))
+    forget(pair)
+    prompt = history + tokens(20, seed=5)
+    answer, _ = pair.turn(prompt, p_params=hostile)
+    assert answer == reference(prompt, 8)
+    pair.d.add("direct", prompt, max_tokens=8, params={"do_remote_prefill": True, **hostile})
+    assert pair.d.finish("direct") == reference(prompt, 8)

@@ -1,0 +1,370 @@
+"""The scheduler side of the connector: who may read what, and when to pull.
+
+Architecture
+    ``Ledger`` and ``ControlPlane`` (``kvtransport.lease``) do the protocol;
+    ``HeldBlocks`` turns holdings into block references; ``Turn`` is the state
+    of one request.  This class answers vLLM's scheduler hooks with them.
+
+One plan, one execution
+    ``get_num_new_matched_tokens`` promises tokens only from a lease in hand,
+    ``update_state_after_alloc`` queues exactly that read, and a settled turn
+    never promises again.  Nothing waits without a deadline: a lookup has one,
+    a transfer has one, and a lease that runs out fails its transfer.
+
+Threading
+    Every method runs in the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtransport.policy.recompute import PullQuestion
+from kvtransport_vllm import outcomes, params
+from kvtransport_vllm.meta import PeerKey, PullJob, StepMetadata, StepReport
+from kvtransport_vllm.telemetry import Telemetry
+from kvtransport_vllm.turns import Phase, Turn
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvtransport_vllm.engine import Engine
+    from kvtransport_vllm.meta import BlockIds, PullReport
+    from kvtransport_vllm.params import TransferParams
+
+logger = logging.getLogger("kvtransport.vllm.scheduler")
+
+
+class SchedulerSide:
+    """Answers the scheduler's questions for one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held = engine.held
+        self._turns: dict[str, Turn] = {}
+        self._to_start: list[PullJob] = []
+        self._announced: set[PeerKey] = set()
+        self._waiting: dict[str, Request] = {}
+        self._watermark_blocks = 0
+        self.telemetry = Telemetry(engine)
+
+    def bind(self, pool: BlockPool, watermark_blocks: int) -> None:
+        self._held.bind(pool)
+        self._watermark_blocks = watermark_blocks
+
+    # -- a request arrives -------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """Start the lookup at once, so that it runs while the request queues."""
+        wanted = params.parse(request.kv_transfer_params)
+        if wanted.refused:
+            self.telemetry.refused_params(request.request_id, wanted.refused)
+        if not (wanted.prefill_only or wanted.remote_prefill):
+            return
+        turn = Turn(
+            request, "prefill_to_decode" if wanted.remote_prefill else "decode_to_prefill"
+        )
+        self._turns[request.request_id] = turn
+        reason = self._unwilling(turn, wanted)
+        if reason:
+            self._settle(turn, reason)
+            return
+        self._look_up(turn, wanted)
+
+    def _unwilling(self, turn: Turn, wanted: TransferParams) -> str:
+        """Why this request is not even looked up; empty when it is."""
+        request = turn.request
+        config = self._engine.config
+        if not wanted.reuse or not self._engine.content.describable(request):
+            return outcomes.DISABLED
+        if request.skip_reading_prefix_cache:
+            return outcomes.DISABLED
+        if turn.direction == "decode_to_prefill" and not config.bidirectional_kv_xfer:
+            return outcomes.DISABLED
+        if request.num_prompt_tokens <= config.group_tokens:
+            return outcomes.TOO_SHORT
+        return ""
+
+    def _look_up(self, turn: Turn, wanted: TransferParams) -> None:
+        request = turn.request
+        handoff = wanted.remote_request_id if wanted.remote_prefill else ""
+        ask = [wanted.engine_id] if wanted.engine_id else list(wanted.ask)
+        self._engine.admit_address(wanted)
+        turn.lookup = self._engine.control.lookup(
+            self._engine.content.chain(request, request.all_token_ids),
+            ask=ask or None,
+            handoff_request_id=handoff,
+            deadline_s=self._engine.config.lookup_timeout_s,
+        )
+
+    # -- the scheduler asks ------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that a pull would add beyond ``local_tokens``; None: ask again."""
+        turn = self._turns.get(request.request_id)
+        if turn is not None and turn.phase is not Phase.SETTLED:
+            turn.local_tokens = local_tokens
+            if turn.phase is Phase.LOADING:
+                # Preempted or reset while loading: what was promised is not repeated.
+                return 0, False
+            if turn.phase is Phase.LOOKING and not self._resolve(turn):
+                return None, False
+        self._make_room_for(request, local_tokens)
+        self._waiting[request.request_id] = request
+        if turn is None or turn.phase is not Phase.FOUND:
+            if turn is not None and turn.pulled_tokens == 0:
+                turn.local_tokens = local_tokens
+            return 0, False
+        return self._promise(turn)
+
+    def _resolve(self, turn: Turn) -> bool:
+        """Take the lookup's answer if there is one; whether it is known now."""
+        if turn.lookup is None:
+            return True
+        result = turn.lookup.poll()
+        if result is None:
+            return False
+        turn.lookup = None
+        if result.lease is None:
+            self._settle(turn, self.telemetry.outcome_of_lookup(result.reason))
+        else:
+            turn.found(result.lease)
+            self.telemetry.found(turn)
+        return True
+
+    def _promise(self, turn: Turn) -> tuple[int, bool]:
+        lease = turn.lease
+        if lease is None or not lease.valid(time.monotonic()):
+            self._settle(turn, outcomes.LEASE_EXPIRED)
+            return 0, False
+        # One token is always computed here: its logits start the answer.
+        usable = min(lease.tokens, turn.request.num_tokens - 1)
+        beyond = usable - turn.local_tokens
+        if beyond <= 0:
+            self._settle(turn, outcomes.LOCAL_HIT)
+            return 0, False
+        decision = self._engine.decide(self._question(turn, beyond))
+        turn.predicted_pull_s = decision.predicted_pull_s
+        turn.predicted_compute_s = decision.predicted_compute_s
+        if not decision.pull:
+            self._settle(turn, outcomes.POLICY)
+            return 0, False
+        turn.planned_tokens = beyond
+        return beyond, True
+
+    def _question(self, turn: Turn, beyond: int) -> PullQuestion:
+        assert turn.lease is not None  # noqa: S101  # only called with a lease in hand
+        first, end = self._span(turn.local_tokens, beyond)
+        remote = turn.lease.block_ids[0][first:end]
+        runs = 1 + int(np.count_nonzero(np.diff(remote) != 1)) if len(remote) else 0
+        return PullQuestion(
+            tokens_beyond_local=beyond,
+            local_tokens=turn.local_tokens,
+            descriptors=runs * self._engine.tables,
+            nbytes=len(remote) * self._engine.block_nbytes,
+            peer=turn.lease.peer.engine_id,
+            direction=turn.direction,
+            load=self._engine.load(),
+        )
+
+    def _span(self, local_tokens: int, tokens: int) -> tuple[int, int]:
+        block = self._engine.block_tokens
+        return local_tokens // block, -(-(local_tokens + tokens) // block)
+
+    # -- the scheduler has allocated ---------------------------------------
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, external_tokens: int
+    ) -> None:
+        """Queue the promised read, once; give the lease back if it isn't wanted."""
+        self._waiting.pop(request.request_id, None)
+        turn = self._turns.get(request.request_id)
+        if turn is None or turn.phase is not Phase.FOUND:
+            return
+        if external_tokens == 0:
+            self._settle(turn, outcomes.LOCAL_HIT)
+            return
+        self._start(turn, blocks.get_block_ids(), external_tokens)
+
+    def _start(self, turn: Turn, block_ids: tuple[list[int], ...], tokens: int) -> None:
+        lease = turn.lease
+        assert lease is not None  # noqa: S101  # FOUND implies a lease
+        first, end = self._span(turn.local_tokens, tokens)
+        local = tuple(np.asarray(ids[first:end], dtype=np.int32) for ids in block_ids)
+        remote = tuple(np.asarray(ids[first:end], dtype=np.int32) for ids in lease.block_ids)
+        turn.phase = Phase.LOADING
+        turn.loading_since_s = time.monotonic()
+        turn.planned_tokens = tokens
+        turn.destination = local
+        self._to_start.append(
+            PullJob(
+                request_id=turn.request_id,
+                peer=PeerKey(lease.peer.engine_id, lease.peer.incarnation),
+                local_blocks=local,
+                remote_blocks=remote,
+                deadline_s=lease.deadline,
+                timeout_s=self._engine.config.transfer_timeout_s,
+            )
+        )
+
+    # -- the end of a scheduling step --------------------------------------
+
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
+        """Hand this step's reads and lease renewals to the workers."""
+        for request_id in output.num_scheduled_tokens:
+            self._waiting.pop(request_id, None)
+        self._relieve_waiting()
+        self._held.sweep()
+        self._engine.observe_step(output)
+        pulls, self._to_start = self._to_start, []
+        meta = StepMetadata(pulls=pulls, boot_id=self._engine.boot_id)
+        for turn in self._turns.values():
+            if turn.phase is Phase.LOADING and turn.lease is not None:
+                meta.renewed[turn.request_id] = turn.lease.deadline
+                if turn.aborted or turn.lease.lost:
+                    meta.cancelled.append(turn.request_id)
+        self._announce_peers(meta)
+        return meta
+
+    def _announce_peers(self, meta: StepMetadata) -> None:
+        """Tell workers about engines they don't know yet, before a pull needs them."""
+        live = {
+            PeerKey(peer.engine_id, peer.incarnation): peer.agents
+            for peer in self._engine.control.engines()
+        }
+        for turn in self._turns.values():
+            # A pull's own peer counts even when the control plane lost it meanwhile.
+            if turn.phase is Phase.LOADING and turn.lease is not None:
+                peer = turn.lease.peer
+                live.setdefault(PeerKey(peer.engine_id, peer.incarnation), peer.agents)
+        for key, agents in live.items():
+            if key not in self._announced:
+                meta.peers[key] = agents
+        meta.retired = [key for key in self._announced if key not in live]
+        self._announced = set(live)
+
+    # -- memory pressure ---------------------------------------------------
+
+    def _make_room_for(self, request: Request, local_tokens: int) -> None:
+        """Give up holdings so that admission does not fail because of them."""
+        block = self._engine.block_tokens
+        blocks = -(-(request.num_tokens + 1) // block) - local_tokens // block
+        reserved = self._engine.reserved_blocks(self._turns.values())
+        self._held.make_room(max(0, blocks) + reserved + self._watermark_blocks + 1)
+
+    def _relieve_waiting(self) -> None:
+        """A request was asked about or loaded but not scheduled: memory may be why."""
+        for request in self._waiting.values():
+            held = request.num_computed_tokens
+            self._make_room_for(request, held)
+
+    def has_pending_block_frees(self) -> bool:
+        """Give blocks up before vLLM preempts anybody; whether any were given."""
+        running = max(1, self._engine.running)
+        return self._held.make_room(self._held.free_blocks + running)
+
+    # -- transfers end -----------------------------------------------------
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Settle the pulls that ended in the last step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, StepReport):
+            self._take_reports(report)
+        failed = output.failed_recving or ()
+        for request_id in output.finished_recving or ():
+            turn = self._turns.get(request_id)
+            if turn is not None:
+                self._pull_ended(turn, failed=request_id in failed)
+
+    def _take_reports(self, report: StepReport) -> None:
+        for request_id, pull in report.pulls.items():
+            turn = self._turns.get(request_id)
+            if turn is None:
+                continue
+            turn.report = pull if turn.report is None else turn.report.merge(pull)
+            if pull.quarantined:
+                self._held.quarantine(request_id, turn.destination)
+        self._held.release_quarantined(report.quiet)
+
+    def _pull_ended(self, turn: Turn, *, failed: bool) -> None:
+        report = turn.report
+        if turn.aborted:
+            self._settle(turn, outcomes.ABORTED)
+            del self._turns[turn.request_id]
+            return
+        if failed or report is None or report.error:
+            self._settle(turn, report.error if report and report.error else outcomes.TRANSPORT)
+            return
+        turn.pulled_tokens = turn.planned_tokens
+        self._waiting[turn.request_id] = turn.request
+        self._settle(turn, outcomes.PULLED)
+        self._learn(turn, report)
+
+    def _learn(self, turn: Turn, report: PullReport) -> None:
+        assert turn.lease is not None  # noqa: S101  # a pull has one
+        self._engine.observe_transfer(
+            peer=turn.lease.peer.engine_id,
+            direction=turn.direction,
+            report=report,
+            total_s=time.monotonic() - turn.loading_since_s,
+        )
+
+    # -- a request ends ----------------------------------------------------
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> dict[str, Any] | None:
+        """Hold the finished request's KV; what P's answer tells D, if it is P's."""
+        self._waiting.pop(request.request_id, None)
+        turn = self._turns.get(request.request_id)
+        if turn is not None and turn.phase is Phase.LOADING:
+            # vLLM keeps the blocks until the workers report; so do we the turn.
+            turn.aborted = True
+            return None
+        if turn is not None:
+            if turn.phase is not Phase.SETTLED:
+                self._settle(turn, outcomes.ABORTED)
+            del self._turns[request.request_id]
+        result = self._hold(request, block_ids, turn)
+        self._held.sweep()
+        if turn is not None:
+            self.telemetry.turn_finished(turn)
+        return result
+
+    def _hold(
+        self, request: Request, block_ids: tuple[list[int], ...], turn: Turn | None
+    ) -> dict[str, Any] | None:
+        wanted = params.parse(request.kv_transfer_params)
+        if wanted.prefill_only:
+            if not self._engine.finished_by_length(request):
+                return None
+            self._engine.hold(request, block_ids, handoff=True)
+            return self._engine.handoff_params(request, turn)
+        if self._engine.config.bidirectional_kv_xfer and wanted.reuse:
+            self._engine.hold(request, block_ids, handoff=False)
+        return None
+
+    def _settle(self, turn: Turn, outcome: str) -> None:
+        # A handoff is over for its decode engine however the turn ended, so its
+        # prefill engine may free it; a retained holding serves other readers.
+        turn.settle(outcome, delivered=turn.direction == "prefill_to_decode")
+        self.telemetry.settled(turn)
+
+    def reset_cache(self) -> bool:
+        return self._held.reset()
+
+    def shutdown(self) -> None:
+        for turn in self._turns.values():
+            turn.settle(outcomes.ABORTED)
+        self._turns.clear()
+        self._engine.close()

@@ -1,0 +1,90 @@
+"""One request's way to reuse, from its arrival to the end of its pull.
+
+::
+
+    LOOKING --> FOUND --> LOADING --> SETTLED
+       |          |          ^
+       +----------+----------+  (every way ends in SETTLED, exactly once)
+
+A settled turn never promises tokens again: whatever happened, the rest is
+computed here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtransport_vllm import outcomes
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvtransport.lease.client import HeldLease, Lookup
+    from kvtransport_vllm.meta import BlockIds, PullReport
+
+Direction = Literal["prefill_to_decode", "decode_to_prefill"]
+
+
+class Phase(Enum):
+    LOOKING = "looking"
+    FOUND = "found"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class Turn:
+    """What the scheduler side knows of one request that may reuse KV."""
+
+    request: Request
+    direction: Direction
+    phase: Phase = Phase.LOOKING
+    lookup: Lookup | None = None
+    lease: HeldLease | None = None
+    outcome: str = ""
+    started_s: float = field(default_factory=time.monotonic)
+    lookup_s: float = 0.0
+    loading_since_s: float = 0.0
+    local_tokens: int = 0
+    planned_tokens: int = 0
+    pulled_tokens: int = 0
+    destination: BlockIds = ()
+    report: PullReport | None = None
+    aborted: bool = False
+    predicted_pull_s: float | None = None
+    predicted_compute_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def found(self, lease: HeldLease) -> None:
+        self.lease = lease
+        self.phase = Phase.FOUND
+        self.lookup_s = time.monotonic() - self.started_s
+
+    def settle(self, outcome: str, *, delivered: bool = False) -> None:
+        """End the turn's reuse; its lease is given back, its lookup abandoned."""
+        if self.phase is Phase.SETTLED:
+            return
+        self.phase = Phase.SETTLED
+        self.outcome = outcome
+        if self.lookup is not None:
+            self.lookup.abandon()
+            self.lookup = None
+        if self.lease is not None:
+            self.lease.release(delivered=delivered)
+
+    def summary(self) -> dict[str, Any]:
+        """What a router or an operator may see of it; no content, no addresses."""
+        prompt = self.request.num_prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "local_tokens": self.local_tokens,
+            "pulled_tokens": self.pulled_tokens,
+            "recomputed_tokens": prompt - self.local_tokens - self.pulled_tokens,
+            "outcome": self.outcome or outcomes.DISABLED,
+        }

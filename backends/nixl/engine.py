@@ -1,0 +1,361 @@
+"""The ``Backend`` contract over one NIXL agent."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from kvtransport.backend import Backend, Blocks, Completion, Event, Op, PeerDown, RegionSpec
+from kvtransport.errors import (
+    BackendUnavailableError,
+    BackpressureError,
+    ClosedError,
+    DescriptorError,
+    ForkError,
+    KVTransportError,
+    UnsupportedError,
+)
+from kvtransport_backends.nixl.body import decode
+from kvtransport_backends.nixl.config import NixlConfig
+from kvtransport_backends.nixl.driver import Driver, NativeAgent, load_driver
+from kvtransport_backends.nixl.exit import AtExit
+from kvtransport_backends.nixl.flight import Flight
+from kvtransport_backends.nixl.inbox import Inbox
+from kvtransport_backends.nixl.local import LocalRegions
+from kvtransport_backends.nixl.native import is_lost, is_native, translate
+from kvtransport_backends.nixl.peers import Peer, Peers
+from kvtransport_backends.nixl.process import patched_environment
+from kvtransport_backends.nixl.regions import split_by_bytes, split_by_kind
+from kvtransport_backends.nixl.requests import Requests
+
+_log = logging.getLogger("kvtransport.nixl")
+
+
+class NixlBackend(Backend):
+    """One NIXL agent with one plugin.  Subclasses name the plugin and its checks."""
+
+    plugin: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._agent: NativeAgent | None = None
+        self._flights: dict[int, Flight] = {}
+        self._events: list[Event] = []
+        self._peers_lost = 0
+        self._stuck = 0
+        self._pid = os.getpid()
+        self._exit = AtExit(self)
+
+    # -- what a subclass decides ------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def kinds(cls, config: Any) -> frozenset[str]:
+        """Memory kinds that can be registered under ``config``."""
+
+    @abstractmethod
+    def check(self, config: Any) -> None:
+        """Check the environment; raises ``BackendUnavailableError`` naming the fix."""
+
+    def plugin_params(self, config: Any) -> dict[str, str]:  # noqa: ARG002
+        """NIXL's own parameters for the plugin."""
+        return {}
+
+    def environment(self, config: Any) -> Mapping[str, str]:  # noqa: ARG002
+        """Variables that must be set while the plugin starts."""
+        return {}
+
+    # -- opening and closing ----------------------------------------------
+
+    def open(self, name: str, config: NixlConfig) -> None:
+        self.check(config)
+        driver = load_driver(config.module, self.info.install_hint)
+        # A suffix of its own makes a restarted agent a new one to NIXL too.
+        native_name = f"{name}#{os.urandom(6).hex()}"
+        try:
+            agent = driver.new_agent(
+                native_name,
+                progress_thread=config.progress == "thread",
+                progress_delay_us=config.progress_interval_ms * 1000,
+            )
+            self._require_plugin(agent, config)
+            with patched_environment(self.environment(config)):
+                handle = agent.createBackend(self.plugin, self.plugin_params(config))
+        except Exception as error:
+            if not is_native(error):
+                raise
+            raise BackendUnavailableError(
+                f"NIXL's {self.plugin} did not start: {error}",
+                hint="NIXL_LOG_LEVEL=INFO shows why on stderr",
+                backend=self.info.name,
+            ) from error
+        self._start(driver, agent, handle, native_name, config)
+
+    def _require_plugin(self, agent: NativeAgent, config: NixlConfig) -> None:
+        plugins = agent.getAvailPlugins()
+        if self.plugin not in plugins:
+            raise BackendUnavailableError(
+                f"{config.module} has no plugin {self.plugin}, only {', '.join(plugins)}",
+                hint=self.info.install_hint,
+                backend=self.info.name,
+            )
+
+    def _start(
+        self, driver: Driver, agent: NativeAgent, handle: int, name: str, config: NixlConfig
+    ) -> None:
+        backend = self.info.name
+        self._config = config
+        self._name = name
+        self._in_progress = driver.bindings.NIXL_IN_PROG
+        self._plugin_handles = [handle]
+        self._local = LocalRegions(driver, agent, handle, backend)
+        self._peers = Peers(driver, agent, handle, backend)
+        self._requests = Requests(driver, agent, handle, self._local)
+        self._inbox = Inbox()
+        self._agent = agent
+        self._exit.arm()
+
+    def close(self) -> None:
+        if self._agent is None:
+            return
+        self._exit.disarm()
+        agent, self._agent = self._agent, None
+        with contextlib.suppress(Exception):  # closing goes on and never raises
+            self._local.tables.clear()
+            for peer in self._peers:
+                peer.tables.clear()
+        # Handles still in flight are not released: NIXL reports that as done
+        # while their data keeps landing.  They end with the agent.
+        self._flights.clear()
+        del self._local, self._peers, self._requests, agent
+
+    def _opened(self) -> NativeAgent:
+        agent = self._agent
+        if agent is None:
+            raise ClosedError("the backend is not open", backend=self.info.name)
+        if os.getpid() != self._pid:
+            raise ForkError(
+                "NIXL does not survive fork: open the backend in the process that uses it",
+                backend=self.info.name,
+            )
+        return agent
+
+    # -- memory -----------------------------------------------------------
+
+    def register(self, region: RegionSpec) -> None:
+        self._opened()
+        kinds = self.kinds(self._config)
+        if region.kind not in kinds:
+            raise UnsupportedError(
+                f"kind: {self.info.name} registers {', '.join(sorted(kinds))} memory here,"
+                f" not {region.kind!r}",
+                capability="memory",
+                backend=self.info.name,
+            )
+        self._local.add(region)
+
+    def deregister(self, region_id: int) -> None:
+        self._opened()
+        self._local.remove(region_id)
+
+    def export(self) -> bytes:
+        self._opened()
+        return self._local.export(self.plugin, self._name)
+
+    # -- peers ------------------------------------------------------------
+
+    def import_peer(self, peer_id: int, body: bytes) -> None:
+        self._opened()
+        self._peers.load(peer_id, decode(body, plugin=self.plugin, backend=self.info.name))
+
+    def drop_peer(self, peer_id: int) -> None:
+        self._opened()
+        self._peers.drop(peer_id)
+
+    # -- transfers --------------------------------------------------------
+
+    def post(
+        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
+    ) -> None:
+        self._opened()
+        if len(self._flights) >= self._config.max_in_flight:
+            raise BackpressureError(
+                f"max_in_flight: {self._config.max_in_flight} transfers are in flight",
+                backend=self.info.name,
+            )
+        peer = self._peers.usable(peer_id)
+        parts: deque[Blocks] = deque()
+        for part in split_by_kind(blocks, self._local.book, peer.book):
+            parts.extend(split_by_bytes(part, self._config.part_bytes))
+        payload = b"" if notify is None else self._inbox.wrap(notify)
+        flight = Flight(ticket, op, peer, parts, payload)
+        self._post_parts(flight)
+        if flight.error is not None and not flight.posted:
+            raise flight.error
+        peer.in_flight += 1
+        self._flights[ticket] = flight
+
+    def cancel(self, ticket: int) -> None:  # noqa: ARG002
+        raise UnsupportedError(
+            "cancel: NIXL reports a transfer as released while its data still lands",
+            capability="cancel",
+            backend=self.info.name,
+        )
+
+    def poll(self) -> Sequence[Event]:
+        agent = self._opened()
+        for flight in list(self._flights.values()):
+            self._advance(agent, flight)
+        messages = agent.getNotifs({}, self._plugin_handles)
+        self._events.extend(self._inbox.receive(messages, self._peers.ids))
+        events, self._events = self._events, []
+        if self._flights and not events:
+            # Whoever has the work to do, NIXL's thread or a peer on this
+            # machine, may need this core: without the yield a poll loop slows
+            # a transfer down a hundredfold.
+            time.sleep(0)
+        return events
+
+    def counters(self) -> Mapping[str, int]:
+        return {
+            "peers_lost": self._peers_lost,
+            "peers_reloaded": self._peers.reloaded if self._agent is not None else 0,
+            "transfers_stuck": self._stuck,
+            "notifications_dropped": self._inbox.dropped,
+        }
+
+    # -- one flight -------------------------------------------------------
+
+    def _advance(self, agent: NativeAgent, flight: Flight) -> None:
+        if flight.stuck:
+            return
+        if flight.peer.lost is None:
+            self._reap(agent, flight)
+            if flight.parts and flight.error is None:
+                self._post_parts(flight)
+        if flight.settle_until is not None and time.monotonic() < flight.settle_until:
+            return
+        ended = not flight.handles or flight.peer.lost is not None
+        if ended and (flight.error is not None or not flight.parts):
+            self._finish(agent, flight)
+
+    def _reap(self, agent: NativeAgent, flight: Flight) -> None:
+        """Release the handles that have ended."""
+        for handle in list(flight.handles):
+            try:
+                if agent.getXferStatus(handle) == self._in_progress:
+                    continue
+            except Exception as error:
+                if not is_native(error):
+                    raise
+                self._failed(flight, error)
+                if flight.peer.lost is not None:
+                    return
+            flight.handles.remove(handle)
+            agent.releaseXferReq(handle)
+
+    def _post_parts(self, flight: Flight) -> None:
+        """Give parts to NIXL until none is left, one fails or the time is up."""
+        agent = self._opened()
+        deadline = time.monotonic() + self._config.post_budget_ms / 1000
+        while flight.parts and flight.error is None:
+            last = len(flight.parts) == 1
+            if last and flight.notify and flight.handles:
+                return  # the notification must not overtake the other parts
+            handle = self._make(flight, flight.notify if last else b"")
+            if handle is None:
+                return
+            part = flight.parts.popleft()
+            self._post(agent, flight, handle, part)
+            if time.monotonic() > deadline:
+                return
+
+    def _make(self, flight: Flight, notify: bytes) -> int | None:
+        try:
+            return self._requests.make(flight.peer, flight.op, flight.parts[0], notify)
+        except KVTransportError as error:
+            flight.error = error
+        except Exception as error:
+            if not is_native(error):
+                raise
+            flight.error = translate(
+                error, "preparing the transfer", backend=self.info.name, otherwise=DescriptorError
+            )
+        return None
+
+    def _post(self, agent: NativeAgent, flight: Flight, handle: int, part: Blocks) -> None:
+        try:
+            status = agent.postXferReq(handle, b"")
+        except Exception as error:
+            if not is_native(error):
+                raise
+            if len(part) == 1 and not is_lost(error):
+                # NIXL posts one descriptor after the other: here, none.
+                self._failed(flight, error)
+                agent.releaseXferReq(handle)
+                return
+            flight.posted = True
+            flight.handles.append(handle)
+            self._failed(flight, error)
+            if flight.peer.lost is None:
+                self._give_up(flight)
+            return
+        flight.posted = True
+        if status == self._in_progress:
+            flight.handles.append(handle)
+        else:
+            agent.releaseXferReq(handle)
+
+    def _failed(self, flight: Flight, native: Exception) -> None:
+        what = f"{flight.op.value} of transfer {flight.ticket}"
+        if is_lost(native):
+            self._lose(flight.peer, native)
+        flight.error = translate(native, what, backend=self.info.name, peer=flight.peer.name)
+        flight.settle_until = time.monotonic() + self._config.settle_ms / 1000
+
+    def _give_up(self, flight: Flight) -> None:
+        """Keep a flight for ever: part of it was posted and nothing proves its end."""
+        flight.stuck = True
+        self._stuck += 1
+        _log.warning(
+            "transfer kept: backend=%s ticket=%d peer=%s error=%s",
+            self.info.name,
+            flight.ticket,
+            flight.peer.name,
+            flight.error,
+        )
+
+    def _lose(self, peer: Peer, native: Exception) -> None:
+        """NIXL dropped the peer; every transfer with it ends, after settling.
+
+        Its siblings' requests are ended by UCX's endpoint cleanup, which runs
+        in later progress calls; NIXL answers no more questions about them.
+        """
+        if peer.lost is not None:
+            return
+        peer.lost = translate(
+            native, f"peer {peer.name}", backend=self.info.name, peer=peer.name
+        )
+        peer.tables.clear()
+        self._peers_lost += 1
+        self._events.append(PeerDown(peer.peer_id, peer.lost))
+        settle_until = time.monotonic() + self._config.settle_ms / 1000
+        for flight in self._flights.values():
+            if flight.peer is peer and not flight.stuck:
+                flight.error = peer.lost
+                flight.settle_until = settle_until
+
+    def _finish(self, agent: NativeAgent, flight: Flight) -> None:
+        for handle in flight.handles:
+            with contextlib.suppress(Exception):
+                agent.releaseXferReq(handle)
+        del self._flights[flight.ticket]
+        flight.peer.in_flight -= 1
+        self._events.append(Completion(flight.ticket, flight.error))
+        self._peers.load_pending(flight.peer)
+

@@ -1,0 +1,43 @@
+"""What else is in this process: loaded libraries and environment variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_environment_lock = threading.Lock()
+
+
+def loaded_libraries(stem: str, maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The distinct files mapped in this process whose name begins with ``stem``.
+
+    ``stem`` is a library's name without version, ``"libfabric"``; the hashed
+    names that wheels give their copies (``libucp-b39b3ed9.so.0``) count too.
+    """
+    pattern = re.compile(rf"{re.escape(stem)}(-[0-9a-f]+)?\.so(\.|$)")
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") > 0}
+    return sorted(path for path in paths if pattern.match(os.path.basename(path)))
+
+
+@contextmanager
+def patched_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set ``variables`` for C libraries that read them now; restore them after."""
+    with _environment_lock:
+        former = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in former.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

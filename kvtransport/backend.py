@@ -78,7 +78,8 @@ class RegionSpec:
 class Blocks:
     """The descriptors of one transfer, already validated and merged.
 
-    Five vectors of equal length n >= 1: descriptor ``i`` moves ``nbytes[i]``
+    Five vectors of equal length n >= 1 (n = 0 only for a post with ``notify``, a
+    message without data): descriptor ``i`` moves ``nbytes[i]``
     bytes between ``local_offset[i]`` in local region ``local_region[i]`` and
     ``remote_offset[i]`` in the peer's region ``remote_region[i]``.  Regions are
     int64, offsets and lengths uint64, all C-contiguous.

@@ -1,1 +1,3 @@
-"""Where a token's KV lies, and which descriptors move it."""
+"""KV layout: geometry, block tables and the merging of adjacent runs."""
+
+from __future__ import annotations

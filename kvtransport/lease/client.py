@@ -1,0 +1,346 @@
+"""The reader's side of the control plane: asks peers, keeps leases alive, gives them back.
+
+Threading
+    The control thread only; ``control`` hands over what other threads want.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransport.errors import ProtocolError
+from kvtransport.lease import protocol
+from kvtransport.lease.held import HeldLease, Lookup, PeerEngine
+from kvtransport.lease.link import PeerLink
+from kvtransport.lease.runs import decode_runs
+
+logger = logging.getLogger("kvtransport.lease.client")
+
+MAX_BLOCKS_PER_ROW = 2**22
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One lookup, as sent to one peer."""
+
+    search: Search
+    link: PeerLink
+    peer: PeerEngine
+    sent: float
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A lookup's progress: who still has to answer, and the best lease so far."""
+
+    lookup: Lookup
+    waiting: int = 0
+    best: HeldLease | None = None
+    reasons: set[str] = field(default_factory=set)
+    tail_mismatch: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Renewal:
+    """A renewal that waits for its answer."""
+
+    lease: HeldLease
+    sent: float
+
+
+class LeaseClient:
+    """Lookups, renewals and releases over the links that ``control`` maintains."""
+
+    def __init__(
+        self,
+        reader: str,
+        *,
+        group_tokens: int,
+        lease_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._reader = reader
+        self._group_tokens = group_tokens
+        self._lease_s = lease_s
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._serial = itertools.count()
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        self._asked: dict[int, Asked] = {}
+        self._renewals: dict[int, Renewal] = {}
+        self._parked: dict[PeerLink, list[Search]] = {}
+        self._leases: dict[HeldLease, PeerLink] = {}
+        self.on_release: Callable[[HeldLease, bool], None] = self.release
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    # -- timers -------------------------------------------------------------------------
+
+    def next_s(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    def tick(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2](now)
+
+    def _at(self, when: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._timers, (when, next(self._serial), action))
+
+    # -- lookups ------------------------------------------------------------------------
+
+    def begin(self, lookup: Lookup, links: Iterable[PeerLink]) -> None:
+        """Ask every usable link at once; wait for those that may become usable soon."""
+        search = Search(lookup)
+        for link in links:
+            if link.usable:
+                self._ask(search, link)
+            elif link.hopeful:
+                search.waiting += 1
+                self._parked.setdefault(link, []).append(search)
+            else:
+                search.reasons.add("incompatible" if link.state == "incompatible" else "no_peer")
+        if search.waiting:
+            self._at(lookup.deadline, lambda _now: self._finish(search, "timeout"))
+        else:
+            self._finish(search)
+
+    def _ask(self, search: Search, link: PeerLink) -> None:
+        lookup, peer = search.lookup, link.peer
+        assert peer is not None
+        request_id, sent = self.next_id(), self._clock()
+        link.last_used = sent
+        message = protocol.Lookup(
+            request_id,
+            peer.incarnation,
+            self._reader,
+            lookup.chain.digests,
+            lookup.chain.num_tokens,
+            self._group_tokens,
+            lookup.min_tokens,
+            self._lease_s,
+            lookup.handoff_request_id,
+        )
+        if not link.send(message):
+            search.reasons.add("no_peer")
+            return
+        lookup.asked += 1
+        search.waiting += 1
+        self._asked[request_id] = Asked(search, link, peer, sent)
+
+    def link_changed(self, link: PeerLink) -> None:
+        """The link's state changed: go on with lookups that waited for it."""
+        if link.hopeful:
+            return
+        for search in self._parked.pop(link, ()):
+            if search.lookup.settled:
+                continue
+            search.waiting -= 1
+            if link.usable:
+                self._ask(search, link)
+            else:
+                search.reasons.add("incompatible" if link.state == "incompatible" else "no_peer")
+            if not search.waiting:
+                self._finish(search)
+
+    def link_lost(self, link: PeerLink, *, incarnation_gone: bool) -> None:
+        """Nothing that was asked there will be answered; a gone incarnation's leases are lost."""
+        for request_id, asked in list(self._asked.items()):
+            if asked.link is link:
+                del self._asked[request_id]
+                self._one_less(asked.search, "no_peer")
+        if incarnation_gone:
+            for lease, through in list(self._leases.items()):
+                if through is link:
+                    self._lose(lease, "lease.lost_incarnation")
+        self.link_changed(link)
+
+    def _one_less(self, search: Search, reason: str) -> None:
+        search.reasons.add(reason)
+        search.waiting -= 1
+        if not search.waiting:
+            self._finish(search)
+
+    def _finish(self, search: Search, reason: str = "") -> None:
+        best, search.best = search.best, None
+        if best is not None:
+            reason = "found"
+        elif not reason:
+            known = ("no_holding", "refused", "incompatible", "no_peer")
+            reason = next((word for word in known if word in search.reasons), "no_peer")
+        settled = search.lookup.settle(best, reason, tail_mismatch=search.tail_mismatch)
+        if settled:
+            self.counters[f"lookup.{reason}"] += 1
+        elif best is not None:
+            # The caller stopped waiting in this very moment.
+            best.release(False)
+        if reason == "timeout":
+            self._forget(search)
+
+    def _forget(self, search: Search) -> None:
+        for searches in self._parked.values():
+            if search in searches:
+                searches.remove(search)
+
+    # -- answers --------------------------------------------------------------------------
+
+    def on_message(self, link: PeerLink, message: protocol.ToReader) -> None:
+        """Everything but hello's answer."""
+        if isinstance(message, protocol.LookupReply):
+            self._on_lookup(message)
+        elif isinstance(message, protocol.RenewReply):
+            self._on_renew(message)
+        elif isinstance(message, protocol.Error):
+            self._on_error(link, message)
+
+    def _on_lookup(self, reply: protocol.LookupReply) -> None:
+        asked = self._asked.pop(reply.request_id, None)
+        if asked is None:
+            self.counters["answer.unknown"] += 1
+            return
+        search = asked.search
+        if not reply.lease_id:
+            self._one_less(search, reply.reason if reply.reason == "no_holding" else "refused")
+            return
+        try:
+            lease = self._lease(asked, reply)
+        except ProtocolError as error:
+            logger.warning("bad grant: peer=%s error=%s", asked.peer.name, error)
+            self.counters["answer.malformed"] += 1
+            asked.link.send(protocol.Release(asked.peer.incarnation, reply.lease_id, False))
+            self._one_less(search, "refused")
+            return
+        self._leases[lease] = asked.link
+        self._at(lease.deadline - reply.duration_s / 2, lambda now: self._renew(lease, now))
+        self._keep_best(search, lease)
+
+    def _keep_best(self, search: Search, lease: HeldLease) -> None:
+        lookup = search.lookup
+        if lookup.settled or lease.tokens <= lookup.min_tokens:
+            lease.release(False)
+            search.reasons.add("no_holding")
+        elif search.best is None or lease.tokens > search.best.tokens:
+            if search.best is not None:
+                search.best.release(False)
+            search.best = lease
+        else:
+            lease.release(False)
+        search.waiting -= 1
+        if not search.waiting:
+            self._finish(search)
+
+    def _lease(self, asked: Asked, reply: protocol.LookupReply) -> HeldLease:
+        """The lease in a reply, its tail verified; ``ProtocolError`` if it can't be right."""
+        chain, size = asked.search.lookup.chain, self._group_tokens
+        tokens = reply.tokens
+        if tokens % size or tokens + reply.tail_tokens > chain.num_tokens:
+            raise ProtocolError(
+                f"granted {tokens} + {reply.tail_tokens} tokens of {chain.num_tokens}"
+            )
+        if reply.tail_tokens:
+            digest = chain.tail_digest(tokens // size, reply.tail_tokens)
+            if digest and digest == reply.tail_digest:
+                tokens += reply.tail_tokens
+            else:
+                self.counters["lookup.tail_mismatch"] += 1
+                asked.search.tail_mismatch = True
+        rows = tuple(decode_runs(row, max_blocks=MAX_BLOCKS_PER_ROW) for row in reply.block_runs)
+        return HeldLease(
+            asked.peer,
+            reply.lease_id,
+            tokens,
+            rows,
+            asked.sent + reply.duration_s,
+            reply.purpose,
+            lambda lease, delivered: self.on_release(lease, delivered),
+        )
+
+    def _on_error(self, link: PeerLink, message: protocol.Error) -> None:
+        self.counters[f"refused.{message.code}"] += 1
+        if message.code == "stale_incarnation":
+            link.hello_soon(self._clock())
+        elif message.code == "protocol_version":
+            link.refuse(message.message, self._clock())
+            self.link_lost(link, incarnation_gone=False)
+        asked = self._asked.pop(message.request_id, None)
+        if asked is not None:
+            known = {"incompatible": "incompatible", "stale_incarnation": "no_peer"}
+            self._one_less(asked.search, known.get(message.code, "refused"))
+        renewal = self._renewals.pop(message.request_id, None)
+        if renewal is not None:
+            self._lose(renewal.lease, "lease.lost_refused")
+
+    # -- leases ---------------------------------------------------------------------------
+
+    def _renew(self, lease: HeldLease, now: float) -> None:
+        link = self._leases.get(lease)
+        if link is None:
+            return
+        if now >= lease.deadline:
+            self._lose(lease, "lease.lost_deadline")
+            return
+        request_id = self.next_id()
+        sent = self._clock()
+        message = protocol.Renew(request_id, lease.peer.incarnation, lease.lease_id, self._lease_s)
+        if link.send(message):
+            self._renewals[request_id] = Renewal(lease, sent)
+        # Half of what is left, so that a lost message is tried again in time.
+        pause = max(0.05, (lease.deadline - now) / 2)
+        self._at(min(lease.deadline, now + pause), lambda then: self._renew(lease, then))
+
+    def _on_renew(self, reply: protocol.RenewReply) -> None:
+        renewal = self._renewals.pop(reply.request_id, None)
+        if renewal is None or renewal.lease not in self._leases:
+            return
+        lease = renewal.lease
+        if reply.lease_id != lease.lease_id or not reply.live:
+            self._lose(lease, "lease.lost_refused")
+            return
+        lease.deadline = max(lease.deadline, renewal.sent + reply.duration_s)
+        self.counters["lease.renewed"] += 1
+
+    def _lose(self, lease: HeldLease, counter: str) -> None:
+        if self._leases.pop(lease, None) is not None:
+            lease.lost = True
+            self.counters[counter] += 1
+            self._drop_renewals(lease)
+
+    def release(self, lease: HeldLease, delivered: bool) -> None:
+        """Tell the owner; if that is lost, the rest of the lease is all it costs."""
+        link = self._leases.pop(lease, None)
+        if link is None:
+            return
+        self._drop_renewals(lease)
+        self.counters["lease.delivered" if delivered else "lease.released"] += 1
+        message = protocol.Release(lease.peer.incarnation, lease.lease_id, delivered)
+        if not link.send(message):
+            self.counters["lease.release_unsent"] += 1
+
+    def _drop_renewals(self, lease: HeldLease) -> None:
+        for request_id in [key for key, item in self._renewals.items() if item.lease is lease]:
+            del self._renewals[request_id]
+
+    def abandon_all(self) -> None:
+        """Before closing: end every lookup and give every lease back."""
+        for asked in list(self._asked.values()):
+            asked.search.lookup.settle(None, "closed")
+        for searches in self._parked.values():
+            for search in searches:
+                search.lookup.settle(None, "closed")
+        for lease in list(self._leases):
+            lease.released = True
+            self.release(lease, False)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "lookups": len(self._asked),
+            "leases": len(self._leases),
+            "counters": dict(self.counters),
+        }

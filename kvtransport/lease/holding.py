@@ -1,0 +1,111 @@
+"""What an engine keeps readable, and what it hands out about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from kvtransport.lease.digest import DIGEST_NBYTES
+from kvtransport.lease.runs import BlockIds
+
+if TYPE_CHECKING:
+    from kvtransport.lease.prefix_index import Node
+
+
+class Purpose(Enum):
+    """Why blocks are kept."""
+
+    HANDOFF = "handoff"
+    """Just prefilled for another engine: must be delivered, does not yield."""
+    RETAINED = "retained"
+    """Finished here and possibly useful later: yields at once."""
+
+
+class DropReason(Enum):
+    """Why a holding's block references have to be dropped."""
+
+    EXPIRED = "expired"
+    HANDOFF_EXPIRED = "handoff_expired"
+    PRESSURE = "pressure"
+    BUDGET = "budget"
+    SUPERSEDED = "superseded"
+    DELIVERED = "delivered"
+    WITHDRAWN = "withdrawn"
+    RESET = "reset"
+
+
+class Refusal(Enum):
+    """Why ``Ledger.insert`` did not take a holding."""
+
+    POLICY = "policy"
+    OVER_BUDGET = "over_budget"
+    NOT_WORTH = "not_worth"
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """Blocks of one token sequence that stay readable.
+
+    ``tokens`` is the exact token count, ``chain`` 16 digest bytes per full
+    group, ``tail_digest`` covers the tokens behind the last full group (empty
+    when there are none).  ``block_ids`` has one row per KV group, in token
+    order; ``blocks`` and ``nbytes`` count all of them.  ``created_s`` and
+    ``expires_s`` are on the ledger's clock.  ``turns`` counts how often the
+    conversation had come back before; ``saved_s`` is the compute time that a
+    pull of all tokens saves, 0 when unknown.
+
+    The fields below ``turns`` belong to the ledger and its policy.
+    """
+
+    holding_id: int
+    request_id: str
+    tokens: int
+    chain: bytes
+    tail_digest: bytes
+    block_ids: tuple[BlockIds, ...]
+    purpose: Purpose
+    tenant: str
+    nbytes: int
+    blocks: int
+    created_s: float
+    expires_s: float
+    saved_s: float = 0.0
+    turns: int = 0
+    leases: int = field(default=0, repr=False)
+    returned: bool = field(default=False, repr=False)
+    ending: DropReason | None = field(default=None, repr=False)
+    node: Node | None = field(default=None, repr=False)
+
+    @property
+    def groups(self) -> int:
+        return len(self.chain) // DIGEST_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The owner's answer to a lookup that found something.
+
+    ``tokens`` full-group tokens match for certain.  When ``tail_tokens`` is not
+    0, the holding goes on with that many tokens, whose digest is
+    ``tail_digest``: the reader compares it with its own tokens and then counts
+    ``tokens + tail_tokens``, otherwise ``tokens``.  ``block_ids`` cover
+    ``tokens + tail_tokens``, one row per KV group, in token order.
+    """
+
+    holding_id: int
+    lease_id: int
+    tokens: int
+    tail_tokens: int
+    tail_digest: bytes
+    block_ids: tuple[BlockIds, ...]
+    duration_s: float
+    purpose: Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A holding whose block references must be dropped now, exactly once."""
+
+    holding: Holding
+    reason: DropReason

@@ -1,0 +1,201 @@
+"""Longest-prefix search over the digest chains of many holdings.
+
+Architecture
+    A compacted trie in which every node covers a range of depths (in groups)
+    that its holdings share, with one hash-table entry per node: the node is
+    filed under the digest at its *handle*, the depth in its range that is
+    divisible by the highest power of two.  Because a chain's digest at depth
+    ``d`` names the whole prefix of ``d`` groups, a binary search over handles
+    finds the deepest node of a query in O(log groups) look-ups ("z-fast trie",
+    Belazzougui, Boldi, Pagh, Vigna 2009).  Insertion and removal change at most
+    three nodes.  Memory is at most two nodes per holding, however long.
+
+Threading
+    None of its own; the ledger's lock covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from kvtransport.lease.digest import DIGEST_NBYTES as N
+from kvtransport.lease.holding import Holding
+
+_Ends: TypeAlias = "Holding | dict[int, Holding] | None"
+
+
+class Node:
+    """Depths ``start`` < d <= ``end`` of ``chain``; ``ends`` are holdings of exactly ``end``."""
+
+    __slots__ = ("chain", "children", "end", "ends", "parent", "start")
+
+    def __init__(self, parent: Node | None, chain: bytes, start: int, end: int) -> None:
+        self.parent = parent
+        self.chain = chain
+        self.start = start
+        self.end = end
+        self.children: dict[bytes, Node] | None = None
+        self.ends: _Ends = None
+
+    def handle(self) -> bytes:
+        start, end = self.start, self.end
+        depth = end & (-1 << ((start ^ end).bit_length() - 1))
+        return self.chain[(depth - 1) * N : depth * N]
+
+    def branch(self) -> bytes:
+        """The key under which the parent files this node."""
+        return self.chain[self.start * N : (self.start + 1) * N]
+
+    def holdings(self) -> Iterator[Holding]:
+        if isinstance(self.ends, dict):
+            yield from self.ends.values()
+        elif self.ends is not None:
+            yield self.ends
+
+    def newest(self) -> Holding | None:
+        if isinstance(self.ends, dict):
+            return next(reversed(self.ends.values()))
+        return self.ends
+
+
+def common_groups(a: bytes, b: bytes, known: int = 0, limit: int | None = None) -> int:
+    """Number of leading groups that two chains share, from ``known`` to ``limit``."""
+    low, high = known, min(len(a), len(b)) // N
+    if limit is not None and limit < high:
+        high = limit
+    if a[(high - 1) * N : high * N] == b[(high - 1) * N : high * N]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = slice((middle - 1) * N, middle * N)
+        if a[at] == b[at]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PrefixIndex:
+    """Finds the holding that shares the longest prefix with a chain."""
+
+    def __init__(self) -> None:
+        self._root = Node(None, b"", 0, 0)
+        self._handles: dict[bytes, Node] = {}
+
+    def __len__(self) -> int:
+        """Number of nodes, for tests of the memory bound."""
+        return len(self._handles)
+
+    def find(self, chain: bytes) -> tuple[Node, int]:
+        """The node in which ``chain`` ends or leaves the trie, and the depth shared.
+
+        The depth is 0, with the root, when nothing is shared.
+        """
+        groups = len(chain) // N
+        handles = self._handles
+        node, low, high = self._root, 0, groups
+        while low < high:
+            depth = high & (-1 << ((low ^ high).bit_length() - 1))
+            found = handles.get(chain[(depth - 1) * N : depth * N])
+            if found is None:
+                high = depth - 1
+                continue
+            node, end = found, found.end
+            at = slice((end - 1) * N, end * N)
+            if end > groups or chain[at] != found.chain[at]:
+                return found, self._inside(found, chain, depth)
+            low = end
+        child = node.children.get(chain[node.end * N : (node.end + 1) * N]) if node.children else None
+        if child is None:
+            return node, node.end
+        return child, self._inside(child, chain, child.start + 1)
+
+    @staticmethod
+    def _inside(node: Node, chain: bytes, known: int) -> int:
+        return common_groups(chain, node.chain, known, node.end)
+
+    def any_holding(self, node: Node) -> Holding | None:
+        """The newest holding of the node, else one further down; ``None`` only for the root."""
+        while True:
+            newest = node.newest()
+            if newest is not None:
+                return newest
+            if not node.children:
+                return None
+            node = next(reversed(node.children.values()))
+
+    def prefixes(self, chain: bytes) -> Iterator[Holding]:
+        """Holdings whose full groups are all a prefix of ``chain``, longest first."""
+        node: Node | None
+        node, depth = self.find(chain)
+        while node is not None:
+            if node.end <= depth:
+                yield from node.holdings()
+            node = node.parent
+
+    def add(self, holding: Holding) -> None:
+        """File a holding of at least one group."""
+        chain, groups = holding.chain, holding.groups
+        node, depth = self.find(chain)
+        if depth < node.end:
+            node = self._split(node, depth)
+        if depth < groups:
+            node = self._attach(Node(node, chain, depth, groups))
+        holding.node = node
+        if node.ends is None:
+            node.ends = holding
+        elif isinstance(node.ends, dict):
+            node.ends[holding.holding_id] = holding
+        else:
+            node.ends = {node.ends.holding_id: node.ends, holding.holding_id: holding}
+
+    def remove(self, holding: Holding) -> None:
+        """Take a holding out; does nothing when it is not filed."""
+        node, holding.node = holding.node, None
+        if node is None:
+            return
+        if isinstance(node.ends, dict):
+            del node.ends[holding.holding_id]
+            if node.ends:
+                return
+        node.ends = None
+        if not node.children:
+            node = self._detach(node)
+        if node.parent is not None and node.ends is None and node.children and len(node.children) == 1:
+            self._merge(node)
+
+    def _attach(self, node: Node) -> Node:
+        parent = node.parent
+        assert parent is not None
+        if parent.children is None:
+            parent.children = {}
+        parent.children[node.branch()] = node
+        self._handles[node.handle()] = node
+        return node
+
+    def _detach(self, node: Node) -> Node:
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        del parent.children[node.branch()]
+        if not parent.children:
+            parent.children = None
+        del self._handles[node.handle()]
+        return parent
+
+    def _split(self, node: Node, depth: int) -> Node:
+        """Put a new node over the first part of ``node``; returns the new one."""
+        upper = Node(self._detach(node), node.chain, node.start, depth)
+        self._attach(upper)
+        node.parent, node.start = upper, depth
+        self._attach(node)
+        return upper
+
+    def _merge(self, node: Node) -> None:
+        """Join a node that neither ends a holding nor branches with its only child."""
+        assert node.children is not None
+        child = next(iter(node.children.values()))
+        self._detach(child)
+        parent = self._detach(node)
+        child.parent, child.start = parent, node.start
+        self._attach(child)

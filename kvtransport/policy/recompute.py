@@ -1,0 +1,153 @@
+"""Recompute: pull a prefix's KV from a peer, or compute it here.
+
+Architecture
+    The adapter asks one question per candidate pull and follows the decision.
+    Policies that learn are told what transfers and steps really took.
+
+Implementor contracts
+    ``decide`` runs in the scheduler's thread: no waiting, no I/O.
+
+Third parties
+    A policy class found under the entry-point group ``kvtransport.recompute``
+    can be chosen by its entry-point name.  It is called with its configuration
+    as one mapping.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvtransport.policy.options import load_named, parse_options, require_range
+
+ENTRY_POINT_GROUP = "kvtransport.recompute"
+
+Direction = Literal["prefill_to_decode", "decode_to_prefill"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullQuestion:
+    """One candidate pull.
+
+    ``tokens_beyond_local`` would be pulled, on top of ``local_tokens`` that
+    this engine's own prefix cache has.  ``descriptors`` and ``nbytes`` describe
+    the transfer, 0 when unknown.  ``peer`` names engine and incarnation.
+    ``load_tokens`` prompt tokens wait or run here before this request.
+    ``queued_nbytes`` are already being pulled from the peer.
+    """
+
+    tokens_beyond_local: int
+    local_tokens: int = 0
+    descriptors: int = 0
+    nbytes: int = 0
+    peer: str = ""
+    direction: Direction = "decode_to_prefill"
+    load_tokens: int = 0
+    queued_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Pull or compute, why, and what either was expected to take (NaN: unknown)."""
+
+    pull: bool
+    reason: str
+    predicted_pull_s: float = float("nan")
+    predicted_compute_s: float = float("nan")
+
+
+class RecomputePolicy(ABC):
+    """Decides between pulling and computing; may learn from what happened."""
+
+    @abstractmethod
+    def decide(self, question: PullQuestion) -> Decision:
+        """Pull the tokens of ``question``, or compute them?"""
+
+    def observe_transfer(
+        self,
+        *,
+        peer: str,
+        nbytes: int,
+        descriptors: int,
+        seconds: float,
+        first_contact: bool = False,
+    ) -> None:
+        """A pull from ``peer`` took ``seconds`` from decision to usable KV."""
+
+    def observe_step(self, *, tokens: int, context_tokens: int, seconds: float) -> None:
+        """One engine step computed ``tokens`` new tokens on top of ``context_tokens``."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for ``kvt status``."""
+        return {"policy": type(self).__name__}
+
+    def close(self) -> None:
+        """Save what was learned."""
+
+
+class AlwaysPull(RecomputePolicy):
+    """``always_pull``: whatever a peer holds beyond the local hit is pulled."""
+
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
+        parse_options(NoOptions, config or {}, "recompute_config")
+
+    def decide(self, question: PullQuestion) -> Decision:
+        return Decision(question.tokens_beyond_local > 0, "always_pull")
+
+
+class NeverPull(RecomputePolicy):
+    """``never_pull``: always compute."""
+
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
+        parse_options(NoOptions, config or {}, "recompute_config")
+
+    def decide(self, question: PullQuestion) -> Decision:
+        return Decision(False, "never_pull")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoOptions:
+    """No settings; any key is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdOptions:
+    """``kv_recompute_threshold`` tokens is upstream's name and default."""
+
+    kv_recompute_threshold: int = 64
+
+    def __post_init__(self) -> None:
+        require_range("kv_recompute_threshold", self.kv_recompute_threshold, 0, 2**31 - 1)
+
+
+class Threshold(RecomputePolicy):
+    """``threshold``: pull from so many tokens beyond the local hit on."""
+
+    def __init__(self, config: Mapping[str, object] | None = None) -> None:
+        self.options = parse_options(ThresholdOptions, config or {}, "recompute_config")
+
+    def decide(self, question: PullQuestion) -> Decision:
+        beyond = question.tokens_beyond_local
+        if 0 < beyond >= self.options.kv_recompute_threshold:
+            return Decision(True, "threshold_reached")
+        return Decision(False, "below_threshold")
+
+
+def load_recompute(name: str, config: Mapping[str, object] | None = None) -> RecomputePolicy:
+    """Make the policy called ``name``: ``always_pull``, ``never_pull``, ``threshold``,
+    ``cost_model`` or an entry point.
+
+    Raises ``ConfigError`` for an unknown name, naming the nearest, and for
+    unknown or impossible settings in ``config``.
+    """
+    from kvtransport.policy.cost_model import CostModel
+
+    own = {
+        "always_pull": AlwaysPull,
+        "never_pull": NeverPull,
+        "threshold": Threshold,
+        "cost_model": CostModel,
+    }
+    return load_named("recompute", name, own, ENTRY_POINT_GROUP, RecomputePolicy, config or {})

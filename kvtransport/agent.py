@@ -18,46 +18,42 @@ Threading
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import count
 from secrets import token_bytes
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 from kvtransport import edge, lifetime, registry
-from kvtransport.backend import Backend, Completion, Notification, Op, PeerDown
+from kvtransport.backend import Backend, Op
 from kvtransport.capabilities import Capabilities
 from kvtransport.config import backend_config, decode
+from kvtransport.ending import drain_until, release_all
 from kvtransport.errors import (
-    BackendContractError,
     BackendUnavailableError,
     ClosedError,
     ConfigError,
-    ForkError,
     KVTransportError,
-    PeerLostError,
-    RegionBusyError,
-    StaleDescriptorError,
     TransferFailedError,
     UndrainedError,
-    UnsupportedError,
 )
-from kvtransport.events import Event, EventQueue, NotificationEvent, PeerLostEvent, TransferEvent
+from kvtransport.events import Event, EventQueue, NotificationEvent, TransferEvent
+from kvtransport.gate import Gate
 from kvtransport.inflight import InFlight
 from kvtransport.layout.blocks import AnyPair
 from kvtransport.metadata import INCARNATION_BYTES, Body, Header, encode
+from kvtransport.options import AgentOptions
 from kvtransport.peer import Peer, PeerState
 from kvtransport.peers import PeerTable
-from kvtransport.plan import EMPTY, Plan, Planner
+from kvtransport.plan import Plan, Planner
+from kvtransport.posting import Posting
+from kvtransport.progress import Progress
 from kvtransport.region import Region
 from kvtransport.regions import RegionTable
 from kvtransport.stats import AgentStats, Counters
-from kvtransport.transfer import Transfer, TransferState
+from kvtransport.transfer import Transfer
 from kvtransport.waiting import Pause, check_duration
 
 log = logging.getLogger("kvtransport.agent")
@@ -68,29 +64,6 @@ def _check_identity(name: object, fingerprint: object) -> None:
         raise ConfigError(f"an agent's name must have 1 to 200 characters, got {name!r}")
     if not isinstance(fingerprint, bytes) or len(fingerprint) > 4096:
         raise ConfigError(f"fingerprint must be at most 4096 bytes, got {fingerprint!r:.80}")
-
-
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """Limits of an agent; durations are seconds.
-
-    ``deadline_s`` is a transfer's deadline unless the call gives one, ``drain_s``
-    the time that a late, cancelled or failed transfer gets to become quiet
-    before its memory is quarantined.  ``max_events`` and ``max_notifications``
-    bound what nobody has read yet.
-    """
-
-    deadline_s: float = 30.0
-    drain_s: float = 10.0
-    max_events: int = 16_384
-    max_notifications: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        check_duration(self.deadline_s, "deadline_s")
-        check_duration(self.drain_s, "drain_s")
-        for name in ("max_events", "max_notifications"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class Agent:
@@ -110,7 +83,6 @@ class Agent:
         fingerprint: bytes = b"",
         options: AgentOptions | Mapping[str, Any] | None = None,
     ) -> None:
-        self._state = "closed"
         _check_identity(name, fingerprint)
         self.name = name
         self.options = (
@@ -125,10 +97,7 @@ class Agent:
         self._wire = backend.info.wire
         self.capabilities: Capabilities = backend.capabilities(self._config)
         self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._only_thread = (
-            threading.get_ident() if self.capabilities.threading == "single" else None
-        )
+        self._gate = Gate(name, one_thread=self.capabilities.threading == "single")
         self._counters = Counters()
         self._events = EventQueue(self.options.max_events, self.options.max_notifications)
         self._regions = RegionTable(backend, self.capabilities, self._release_region)
@@ -141,9 +110,21 @@ class Agent:
         self._inflight = InFlight(
             backend, self.capabilities, self.options.drain_s, self._on_finished
         )
-        self._transfer_ids = count(1)
+        self._progress = Progress(
+            backend, self._inflight, self._peers, self._events, self._counters
+        )
+        self._posting = Posting(
+            gate=self._gate,
+            lock=self._lock,
+            capabilities=self.capabilities,
+            options=self.options,
+            peers=self._peers,
+            inflight=self._inflight,
+            progress=self._progress,
+            on_finished=self._on_finished,
+        )
         self._open_backend()
-        self._state = "open"
+        self._gate.state = "open"
 
     @classmethod
     def open(
@@ -180,22 +161,6 @@ class Agent:
         # restarted agent, or a second one in this process, apart from the first.
         edge.call(self._backend.open, f"{self.name}.{self.incarnation.hex()[:8]}", self._config)
 
-    # -- checks -------------------------------------------------------------
-
-    def _check(self) -> None:
-        if self._pid != os.getpid():
-            raise ForkError(
-                f"agent {self.name!r} was opened in process {self._pid}; open one after fork"
-            )
-        if self._state != "open":
-            raise ClosedError(f"agent {self.name!r} is {self._state}")
-        if self._only_thread is not None and self._only_thread != threading.get_ident():
-            raise UnsupportedError(
-                "this backend must be used from the thread that opened it", capability="threading"
-            )
-
-    # -- memory -------------------------------------------------------------
-
     def register(
         self,
         buffer: Any,
@@ -214,9 +179,9 @@ class Agent:
         ``RegistrationLimitError`` or ``UnsupportedError``; nothing stays
         registered then.
         """
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
+            self._gate.check()
             return self._regions.register(
                 buffer, name=name, kind=kind, device=device, access=access
             )
@@ -250,26 +215,23 @@ class Agent:
         ``RegionBusyError`` when some still do, or when part of it is quarantined
         (that never ends), and ``StaleDescriptorError`` when it is not registered.
         """
-        self._check()
+        self._gate.check()
         until = monotonic() + check_duration(drain_s, "drain_s")
         pause = Pause()
         while True:
             with self._lock:
-                self._check()
+                self._gate.check()
                 self._regions.check_known(region)
                 if region.users and not region.quarantined_bytes:
-                    self._progress()
-                try:
+                    self._progress.step()
+                if not region.busy or region.quarantined_bytes or monotonic() >= until:
                     self._regions.deregister(region)
                     return
-                except RegionBusyError:
-                    if region.quarantined_bytes or monotonic() >= until:
-                        raise
             pause()
 
     def _release_region(self, region: Region) -> None:
         # Leaving a ``with`` block; after close there is nothing left to release.
-        if self._state == "open":
+        if self._gate.state == "open":
             self.deregister(region, drain_s=self.options.drain_s)
 
     @property
@@ -277,13 +239,11 @@ class Agent:
         """Bytes of local memory that are kept for ever; see ``TransferState``."""
         return sum(region.quarantined_bytes for region in self._regions)
 
-    # -- peers --------------------------------------------------------------
-
     def metadata(self) -> bytes:
         """Return what a peer needs to reach the regions registered now."""
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
+            self._gate.check()
             exported = edge.call(self._backend.export)
             self._regions.frozen = not self.capabilities.dynamic_regions
             header = Header(
@@ -301,9 +261,9 @@ class Agent:
         and both values), ``StaleDescriptorError`` for a retired incarnation or
         ``PeerLostError``; the former state stays then.
         """
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
+            self._gate.check()
             peer = self._peers.add(blob)
             self._peers.reap()
             return peer
@@ -311,6 +271,7 @@ class Agent:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """Every peer that is not dropped yet."""
+        self._gate.check_fork()
         with self._lock:
             return tuple(self._peers)
 
@@ -318,20 +279,22 @@ class Agent:
         """End a peer's transfers, wait until they are quiet, then forget it.
 
         Raises ``UndrainedError`` when some did not become quiet within
-        ``drain_s``; their memory is quarantined and the peer stays mapped.
+        ``drain_s``; their memory is quarantined and the peer stays mapped.  A
+        peer that is gone already is left alone.
         """
-        self._check()
+        self._gate.check()
         until = monotonic() + check_duration(
             self.options.drain_s if drain_s is None else drain_s, "drain_s"
         )
         with self._lock:
-            self._check()
+            self._gate.check()
+            if peer.dropped:
+                return
+            self._peers.check_known(peer)
             self._peers.leave(peer, PeerState.REMOVED)
-            for transfer in self._inflight.transfers:
-                if transfer.peer is peer:
-                    self._inflight.drain(
-                        transfer, TransferFailedError(f"peer {peer.name!r} was removed")
-                    )
+            for transfer in self._inflight.of_peer(peer):
+                gone = TransferFailedError(f"peer {peer.name!r} was removed")
+                self._inflight.drain(transfer, gone)
         self._drain_until(until, peer)
         with self._lock:
             self._peers.reap()
@@ -340,8 +303,6 @@ class Agent:
                 f"transfers of peer {peer.name!r} did not become quiet; their memory is kept",
                 peer=peer.name,
             )
-
-    # -- transfers ----------------------------------------------------------
 
     def read(
         self,
@@ -383,179 +344,38 @@ class Agent:
 
     def prepare(self, op: Op, peer: Peer, pairs: Iterable[AnyPair]) -> Plan:
         """Check and merge once what is to be posted many times with ``post``."""
-        self._check()
+        self._gate.check()
         return Planner(op, peer, self._regions.by_id, self.capabilities).plan(pairs)
 
     def post(
         self, plan: Plan, *, deadline_s: float | None = None, notify: bytes | None = None
     ) -> Transfer:
         """Post a plan; raises ``StaleDescriptorError`` if what it names has changed."""
-        self._check()
-        if notify is not None:
-            self._check_notify(notify)
-        now = monotonic()
-        if deadline_s is None:
-            deadline_s = self.options.deadline_s
-        else:
-            check_duration(deadline_s, "deadline_s")
-        parts = plan.parts or ((EMPTY,) if notify is not None else ())
-        with self._lock:
-            self._check()
-            if self._peers.by_id.get(plan.peer.peer_id) is not plan.peer:
-                self._refuse_unknown(plan.peer)
-            plan.check_current()
-            transfer = Transfer(
-                self,
-                transfer_id=next(self._transfer_ids),
-                op=plan.op,
-                peer=plan.peer,
-                regions=plan.regions,
-                parts=parts,
-                nbytes=plan.nbytes,
-                descriptors=plan.descriptors,
-                notify=notify,
-                started_s=now,
-                deadline=now + deadline_s,
-            )
-            if parts:
-                self._inflight.submit(transfer)
-            else:
-                transfer.state = TransferState.DONE
-                transfer.finished_s = now
-                self._on_finished(transfer)
-            return transfer
-
-    def _refuse_unknown(self, peer: Peer) -> None:
-        peer.check_usable()
-        raise StaleDescriptorError(f"peer {peer.name!r} was not added to this agent")
-
-    def _check_notify(self, payload: object) -> None:
-        if self.capabilities.notify == "none":
-            raise UnsupportedError("this backend has no notifications", capability="notify")
-        if not isinstance(payload, bytes):
-            raise ConfigError(f"notify must be bytes, got {type(payload).__name__}")
-        if len(payload) > self.capabilities.max_notify_bytes:
-            raise UnsupportedError(
-                f"notification has {len(payload)} bytes and the backend's limit is "
-                f"{self.capabilities.max_notify_bytes}",
-                capability="max_notify_bytes",
-            )
-
-    def wait_for(self, transfer: Transfer, timeout_s: float | None) -> None:
-        """Implements ``Transfer.wait``."""
-        until = None
-        if timeout_s is not None:
-            until = monotonic() + check_duration(timeout_s, "timeout_s")
-        pause: Pause | None = None
-        while not self._step(transfer):
-            if until is not None and monotonic() >= until:
-                self._give_up(transfer)
-                break
-            pause = pause or Pause()
-            pause()
-        if transfer.state is not TransferState.DONE:
-            raise transfer.error or TransferFailedError("the transfer failed")
-
-    def _step(self, transfer: Transfer) -> bool:
-        """Progress once; whether the transfer is terminal."""
-        with self._lock:
-            if not transfer.done:
-                self._check_progress()
-                self._progress()
-            return transfer.done
-
-    def _give_up(self, transfer: Transfer) -> None:
-        """Begin to drain a transfer that was waited for in vain; raises unless it ended."""
-        with self._lock:
-            late = self._inflight.timeout_error(transfer, monotonic())
-            self._inflight.drain(transfer, late)
-            if not transfer.done:
-                raise late
-
-    def cancel_transfer(self, transfer: Transfer) -> None:
-        """Implements ``Transfer.cancel``."""
-        with self._lock:
-            if not transfer.done:
-                self._check()
-                self._inflight.cancel(transfer)
-
-    # -- events -------------------------------------------------------------
+        self._gate.check()
+        return self._posting.post(plan, deadline_s, notify)
 
     def progress(self) -> None:
         """Let the backend work; never blocks and keeps all events for later."""
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
-            self._progress()
+            self._gate.check()
+            self._progress.step()
 
     def poll(self) -> list[Event]:
         """Progress, then return ended transfers and lost peers since the last call."""
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
-            self._progress()
+            self._gate.check()
+            self._progress.step()
             return self._events.take()
 
     def notifications(self) -> list[NotificationEvent]:
         """Progress, then return the messages that arrived since the last call."""
-        self._check()
+        self._gate.check()
         with self._lock:
-            self._check()
-            self._progress()
+            self._gate.check()
+            self._progress.step()
             return self._events.take_notifications()
-
-    def _check_progress(self) -> None:
-        # Draining goes on while the agent closes; only then is "closing" fine.
-        if self._state != "closing":
-            self._check()
-
-    def _progress(self) -> None:
-        for event in edge.call(self._backend.poll):
-            if type(event) is Completion:
-                self._inflight.complete(event)
-            else:
-                self._dispatch(event)
-        self._inflight.sweep(monotonic())
-        self._inflight.pump()
-        if self._peers.leaving:
-            self._peers.reap()
-
-    def _dispatch(self, event: object) -> None:
-        if isinstance(event, Notification):
-            self._deliver(event)
-        elif isinstance(event, PeerDown):
-            peer = self._peers.by_id.get(event.peer_id)
-            if peer is not None:
-                self._lose(peer, event.error)
-            elif not self._peers.was_known(event.peer_id):
-                self._breach(f"backend reported unknown peer {event.peer_id} as down")
-        else:
-            self._breach(f"backend reported {event!r:.200}, which is no event")
-
-    def _deliver(self, event: Notification) -> None:
-        peer = self._peers.by_id.get(event.peer_id)
-        if peer is None:
-            if not self._peers.was_known(event.peer_id):
-                self._breach(f"backend attributed a notification to unknown peer {event.peer_id}")
-        elif not self._events.put_notification(NotificationEvent(peer, event.payload)):
-            log.error("notification of peer %s dropped: nobody reads them", peer.name)
-
-    def _lose(self, peer: Peer, error: KVTransportError) -> None:
-        if peer.state in (PeerState.LOST, PeerState.REMOVED):
-            return
-        log.warning("peer %s is lost: %s", peer.name, error)
-        self._counters.peers_lost += 1
-        self._peers.leave(peer, PeerState.LOST, error)
-        for transfer in self._inflight.transfers:
-            if transfer.peer is peer:
-                self._inflight.drain(
-                    transfer, PeerLostError(f"peer {peer.name!r} is lost: {error}", native=error)
-                )
-        self._events.put(PeerLostEvent(peer, error))
-
-    def _breach(self, message: str) -> None:
-        self._counters.contract_errors += 1
-        log.error("backend broke its contract: %s", BackendContractError(message))
 
     def _on_finished(self, transfer: Transfer) -> None:
         self._counters.finished(transfer)
@@ -563,6 +383,7 @@ class Agent:
 
     def stats(self) -> AgentStats:
         """Return a snapshot of what was counted."""
+        self._gate.check_fork()
         with self._lock:
             return AgentStats(
                 transfers=dict(self._counters.transfers),
@@ -577,8 +398,6 @@ class Agent:
                 peers_lost=self._counters.peers_lost,
             )
 
-    # -- end ----------------------------------------------------------------
-
     def close(self, drain_s: float = 5.0) -> None:
         """End every transfer, give up regions and peers, close the backend.
 
@@ -586,14 +405,13 @@ class Agent:
         did not become quiet within ``drain_s``: its memory is then kept until
         the process ends.
         """
-        if self._pid != os.getpid():
-            raise ForkError(f"agent {self.name!r} was opened in process {self._pid}")
+        self._gate.check_process()
         until = monotonic() + check_duration(drain_s, "drain_s")
         with self._lock:
-            if self._state != "open":
+            if self._gate.state != "open":
                 return
-            self._state = "closing"
-            for transfer in self._inflight.transfers:
+            self._gate.state = "closing"
+            for transfer in self._inflight.of_peer(None):
                 self._inflight.drain(transfer, ClosedError(f"agent {self.name!r} closes"))
         try:
             self._drain_until(until, None)
@@ -607,53 +425,27 @@ class Agent:
             )
 
     def _drain_until(self, until: float, peer: Peer | None) -> None:
-        """Wait for the transfers of one or all peers; quarantine what stays."""
-        pause = Pause()
-        while True:
-            with self._lock:
-                if not self._remaining(peer):
-                    return
-                self._progress()
-                remaining = self._remaining(peer)
-                if monotonic() >= until:
-                    for transfer in remaining:
-                        self._inflight.quarantine(transfer)
-                    return
-            pause()
-
-    def _remaining(self, peer: Peer | None) -> list[Transfer]:
-        return [t for t in self._inflight.transfers if peer is None or t.peer is peer]
+        drain_until(
+            until, lock=self._lock, progress=self._progress, inflight=self._inflight, peer=peer
+        )
 
     def _shut(self) -> None:
-        for transfer in self._inflight.transfers:
-            self._inflight.quarantine(transfer)
-        for region in self._regions:
-            if region.quarantined_bytes:
-                lifetime.keep_for_ever(region)
-                continue
-            try:
-                self._regions.deregister(region)
-            except KVTransportError as error:
-                log.warning("deregistering %s at close failed: %s", region.name, error)
-                lifetime.keep_for_ever(region)
-        for peer in self._peers:
-            self._peers.leave(peer, PeerState.REMOVED)
-        self._peers.reap()
-        self._state = "closed"
+        release_all(self._inflight, self._regions, self._peers)
+        self._gate.state = "closed"
         edge.call(self._backend.close)
 
-    def __enter__(self) -> Agent:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") == "closed" or sys.is_finalizing():
+        gate: Gate | None = getattr(self, "_gate", None)
+        if gate is None or gate.state == "closed" or gate.forked or sys.is_finalizing():
             return
-        if self._pid != os.getpid():
-            return
-        warnings.warn(f"agent {self.name!r} was never closed", ResourceWarning, source=self)
+        message = f"agent {self.name!r} was never closed"
+        warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
         if len(self._inflight):
             # Not quiet, and nobody is left to wait: the backend must outlive us.
             lifetime.keep_for_ever(self._backend, *self._regions)
@@ -661,4 +453,4 @@ class Agent:
             self._shut()
 
     def __repr__(self) -> str:
-        return f"<Agent {self.name!r} {self._backend.info.name} {self._state}>"
+        return f"<Agent {self.name!r} {self._backend.info.name} {self._gate.state}>"

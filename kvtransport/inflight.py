@@ -28,6 +28,7 @@ from kvtransport.errors import (
     TransferTimeoutError,
     UnsupportedError,
 )
+from kvtransport.peer import Peer
 from kvtransport.transfer import Transfer, TransferState
 
 log = logging.getLogger("kvtransport.transfer")
@@ -53,19 +54,20 @@ class InFlight:
         self._last_ticket = 0
         self._by_ticket: dict[int, Transfer] = {}
         self._transfers: dict[int, Transfer] = {}
-        self._queue: deque[Transfer] = deque()
+        self.waiting: deque[Transfer] = deque()
+        """Transfers with parts that are not posted yet."""
         self._abandoned: set[int] = set()
-        self._next_check = NEVER
+        self.next_check = NEVER
+        """When ``sweep`` has something to look at, ``time.monotonic`` seconds."""
         self.contract_errors = 0
         self.late_completions = 0
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    @property
-    def transfers(self) -> list[Transfer]:
-        """A copy, because ending a transfer changes the set."""
-        return list(self._transfers.values())
+    def of_peer(self, peer: Peer | None) -> list[Transfer]:
+        """Transfers of one peer, or all; a copy, because ending one changes the set."""
+        return [t for t in self._transfers.values() if peer is None or t.peer is peer]
 
     def submit(self, transfer: Transfer) -> None:
         """Post the first part, and as many others as fit now.
@@ -83,16 +85,16 @@ class InFlight:
         except KVTransportError:
             self._forget(transfer)
             raise
-        self._next_check = min(self._next_check, transfer.deadline)
+        self.next_check = min(self.next_check, transfer.deadline)
         if transfer.state is TransferState.PENDING:
             transfer.state = TransferState.IN_FLIGHT
         if transfer.parts:
-            self._queue.append(transfer)
+            self.waiting.append(transfer)
             self.pump()
 
     def _check_room(self) -> None:
         limit = self._capabilities.max_in_flight
-        if limit is not None and (len(self._by_ticket) >= limit or self._queue):
+        if limit is not None and (len(self._by_ticket) >= limit or self.waiting):
             raise BackpressureError(
                 f"{len(self._by_ticket)} posts are in flight and the backend's limit is {limit}; "
                 "nothing was posted, try again after a completion"
@@ -112,8 +114,8 @@ class InFlight:
             del self._by_ticket[ticket]
             del transfer.open_tickets[ticket]
             raise
-        except Exception as error:
-            # Edge: an untranslated exception says nothing about what was posted, so
+        except Exception as error:  # noqa: BLE001  # the edge to backends
+            # An untranslated exception says nothing about what was posted, so
             # the part counts as posted and drains like any other failure.
             transfer.parts.popleft()
             broken = BackendContractError(
@@ -127,8 +129,8 @@ class InFlight:
     def pump(self) -> None:
         """Post waiting parts as far as the backend's limit allows."""
         limit = self._capabilities.max_in_flight
-        for _ in range(len(self._queue)):
-            transfer = self._queue.popleft()
+        for _ in range(len(self.waiting)):
+            transfer = self.waiting.popleft()
             while transfer.parts and transfer.state is TransferState.IN_FLIGHT:
                 if limit is not None and len(self._by_ticket) >= limit:
                     break
@@ -141,7 +143,7 @@ class InFlight:
                 except KVTransportError as error:
                     self._fail_part(transfer, error)
             if transfer.parts and transfer.state is TransferState.IN_FLIGHT:
-                self._queue.append(transfer)
+                self.waiting.append(transfer)
 
     @staticmethod
     def _may_post_next(transfer: Transfer) -> bool:
@@ -203,7 +205,7 @@ class InFlight:
             transfer.parts.clear()
             transfer.dropped_parts = True
         transfer.drain_until = monotonic() + self._drain_s
-        self._next_check = min(self._next_check, transfer.drain_until)
+        self.next_check = min(self.next_check, transfer.drain_until)
         if self._capabilities.cancel != "none":
             self._cancel_open(transfer)
         self._settle(transfer)
@@ -278,15 +280,13 @@ class InFlight:
 
     def sweep(self, now: float) -> None:
         """Act on deadlines that have passed."""
-        if now < self._next_check:
-            return
-        for transfer in self.transfers:
+        for transfer in self.of_peer(None):
             if transfer.state is TransferState.DRAINING:
                 if now >= transfer.drain_until:
                     self.quarantine(transfer)
             elif now >= transfer.deadline:
                 self.drain(transfer, self.timeout_error(transfer, now))
-        self._next_check = min(
+        self.next_check = min(
             (
                 t.drain_until if t.state is TransferState.DRAINING else t.deadline
                 for t in self._transfers.values()

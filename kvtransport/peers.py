@@ -33,6 +33,7 @@ class PeerTable:
         self._fingerprint = fingerprint
         self._incarnation = incarnation
         self._ids = count(1)
+        self._last_id = 0
         self._by_name: dict[str, Peer] = {}
         self._retired: OrderedDict[bytes, None] = OrderedDict()
         self.by_id: dict[int, Peer] = {}
@@ -46,7 +47,12 @@ class PeerTable:
         """Whether the id belonged to a peer that is dropped now."""
         return peer_id not in self.by_id and 0 < peer_id <= self._last_id
 
-    _last_id = 0
+    def check_known(self, peer: Peer) -> None:
+        """Raise ``StaleDescriptorError`` unless the peer belongs to this agent."""
+        if self.by_id.get(peer.peer_id) is not peer:
+            raise StaleDescriptorError(
+                f"peer {peer.name!r} was not added to this agent", peer=peer.name
+            )
 
     def add(self, blob: bytes) -> Peer:
         """Import metadata; the former state stays after an error."""
@@ -107,7 +113,7 @@ class PeerTable:
 
     def leave(self, peer: Peer, state: PeerState, error: KVTransportError | None = None) -> None:
         """Take no more transfers for a peer; it is dropped once it is idle."""
-        if peer.state in (PeerState.CONNECTED, PeerState.LOST):
+        if peer.state in {PeerState.CONNECTED, PeerState.LOST}:
             peer.state = state
             peer.error = error or peer.error
         if not peer.dropped and peer not in self.leaving:

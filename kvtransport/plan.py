@@ -29,7 +29,6 @@ from kvtransport.layout.split import split_blocks
 from kvtransport.peer import Peer, RemoteRegion
 from kvtransport.region import Region
 
-
 EMPTY = Blocks(
     local_region=np.empty(0, np.int64),
     local_offset=np.empty(0, np.uint64),

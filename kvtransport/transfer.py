@@ -1,10 +1,10 @@
-"""One transfer and its states.
+r"""One transfer and its states.
 
 ::
 
     PENDING -> IN_FLIGHT -> DONE
-                   |    \\-> DRAINING -> DONE | FAILED | CANCELLED | QUARANTINED
-                   \\-> FAILED
+                   |    \-> DRAINING -> DONE | FAILED | CANCELLED | QUARANTINED
+                   \-> FAILED
 
 ``DRAINING`` follows a failure of one part, a timeout, a cancel or the loss of
 the peer, and lasts until the backend reports that nothing can land any more.
@@ -57,8 +57,8 @@ class TransferDriver(Protocol):
     """What a transfer asks of its agent."""
 
     def wait_for(self, transfer: Transfer, timeout_s: float | None) -> None: ...
-    def cancel_transfer(self, transfer: Transfer) -> None: ...
-    def progress(self) -> None: ...
+    def cancel(self, transfer: Transfer) -> None: ...
+    def step(self, transfer: Transfer) -> bool: ...
 
 
 class Transfer:
@@ -136,7 +136,7 @@ class Transfer:
     def poll(self) -> TransferState:
         """Progress the agent without blocking and return the state."""
         if not self.done:
-            self._driver.progress()
+            self._driver.step(self)
         return self.state
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -155,7 +155,7 @@ class Transfer:
         A terminal transfer is left alone.  Raises ``UnsupportedError`` when the
         backend cannot cancel; the transfer then goes on unharmed.
         """
-        self._driver.cancel_transfer(self)
+        self._driver.cancel(self)
 
     def __repr__(self) -> str:
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def _surely_disjoint(found: list[Footprint]) -> bool:
     if len(found) == 1:
         return True
     ordered = sorted(found, key=lambda footprint: footprint.start)
-    if all(a.end <= b.start for a, b in zip(ordered, ordered[1:], strict=False)):
+    if all(a.end <= b.start for a, b in pairwise(ordered)):
         return True
     return _interleaved(ordered)
 

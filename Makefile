@@ -1,0 +1,79 @@
+# Every target sets up what it needs; the first run downloads about 1 GB.
+#
+#   make demo            a chat on two real vLLM engines whose KV travels both ways
+#   make test            all tests, the ones on real engines last
+#   make check           lint, types and house rules
+#
+# Variables:
+#   PYTHON     the interpreter that virtual environments are made with (3.11)
+#   PIP_ARGS   extra arguments for every "pip install", such as an index of torch's CPU builds
+#   BACKEND    the demo's backend: host (default) or cuda
+#   ARGS       extra arguments for pytest, the demo or the benchmarks
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+BACKEND ?= host
+ARGS ?=
+export KVTRANSPORT_CACHE ?= $(CURDIR)/.cache
+
+SETUP := $(PYTHON) tools/setup_venv.py
+NO_ENGINES := -m "not engines"
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast test-engines test-oldest check format bench lock clean
+
+help:
+	@sed -n '/^# Every/,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: .venv/.ready
+	.venv/bin/python examples/demo --backend $(BACKEND) $(ARGS)
+
+test: test-fast test-engines
+
+test-fast: .venv/.ready
+	.venv/bin/python -m pytest $(NO_ENGINES) $(ARGS)
+
+test-engines: .venv/.ready .venv-vllm-router/.ready
+	.venv/bin/python -m pytest -m engines $(ARGS)
+
+# The oldest vLLM that we support, on the adapter's tests only.
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest tests/adapter tests/engines $(ARGS)
+
+check: .venv-check/.ready
+	.venv-check/bin/ruff format --check .
+	.venv-check/bin/ruff check .
+	.venv-check/bin/mypy
+	.venv-check/bin/python tools/sizes.py
+
+format: .venv-check/.ready
+	.venv-check/bin/ruff format .
+	.venv-check/bin/ruff check --fix .
+
+bench: .venv/.ready
+	.venv/bin/python benchmarks/run.py $(ARGS)
+
+# Rewrites requirements/*.txt from locks.toml with what the package index has today.
+lock: .venv/.ready
+	.venv/bin/python tools/lock.py -- $(PIP_ARGS)
+
+clean:
+	rm -rf .venv .venv-check .venv-oldest .venv-vllm-router .cache build dist out
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.ready: requirements/engines.txt pyproject.toml tools/setup_venv.py
+	$(SETUP) .venv --lock requirements/engines.txt --editable --check torch -- $(PIP_ARGS)
+	@touch $@
+
+.venv-check/.ready: requirements/check.txt tools/setup_venv.py
+	$(SETUP) .venv-check --lock requirements/check.txt -- $(PIP_ARGS)
+	@touch $@
+
+.venv-oldest/.ready: requirements/oldest.txt .venv/.ready
+	$(SETUP) .venv-oldest --lock requirements/oldest.txt --over .venv --check vllm -- $(PIP_ARGS)
+	@touch $@
+
+.venv-vllm-router/.ready: requirements/vllm-router.txt tools/setup_venv.py
+	$(SETUP) .venv-vllm-router --lock requirements/vllm-router.txt -- $(PIP_ARGS)
+	@touch $@

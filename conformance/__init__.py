@@ -1,1 +1,25 @@
-"""A conformance suite that every kvtransport backend passes."""
+"""Conformance suite: shows what a backend of kvtransport really does.
+
+Architecture
+    The *controller* (``session``) holds the plan and writes the report; it never
+    loads a backend.  A *worker* process runs the check functions; one or more
+    *peer* processes hold the other side.  All of them speak JSON lines over
+    descriptors that the backend cannot reach by printing.
+
+Oracle
+    Test memory is filled and compared by a memory kit inside the process that
+    owns it, never through the transport under test.
+
+For vendors
+    A host-memory backend needs nothing but its entry point.  A device backend
+    adds a ``MemoryKit`` and a ``Target``; see ``docs/writing-a-backend.md``.
+"""
+
+from __future__ import annotations
+
+from kvtransport_conformance.target import HostMemory, MemoryKit, SimulatedMemory, Target
+
+SUITE_VERSION = "2026.1"
+"""Calendar version of the checks' meaning; a report is bound to it."""
+
+__all__ = ["SUITE_VERSION", "HostMemory", "MemoryKit", "SimulatedMemory", "Target"]

@@ -1,0 +1,370 @@
+"""One opened agent with its test memory, driven by named operations.
+
+The same class serves both sides: a check calls it directly in the worker and
+over JSON lines in a peer (``sides.Side`` is the common face).  Every operation
+takes and returns plain values; handles are names and numbers.
+
+Threading: one thread at a time, except ``agent`` itself, which checks may use
+from threads of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtransport.agent import Agent
+from kvtransport.backend import Blocks, Op
+from kvtransport.errors import KVTransportError
+from kvtransport.layout.blocks import Pair
+from kvtransport.peer import Peer, RemoteRegion
+from kvtransport.region import Region
+from kvtransport.transfer import Transfer
+
+from kvtransport_conformance.loading import Loaded, open_agent
+from kvtransport_conformance.memory import Memory, allocate
+from kvtransport_conformance.tap import Tap
+from kvtransport_conformance.wire_errors import describe
+
+Piece = Sequence[Any]
+"""``[local, remote, local_offsets, remote_offsets, nbytes]``: names and vectors."""
+
+_IDLE_S = 0.0005
+
+
+class Station:
+    """Operations of one agent; ``loaded`` says which backend and memory to use."""
+
+    def __init__(self, name: str, loaded: Loaded) -> None:
+        self.name = name
+        self.loaded = loaded
+        self.memory: dict[str, Memory] = {}
+        self.regions: dict[str, Region] = {}
+        self.peers: dict[str, Peer] = {}
+        self.stale: dict[str, RemoteRegion] = {}
+        self.transfers: dict[int, Transfer] = {}
+        self.inbox: list[tuple[str, bytes]] = []
+        self.polling = True
+        self._agent: Agent | None = None
+        self._tap: Tap | None = None
+
+    # Agent -----------------------------------------------------------------------
+
+    @property
+    def agent(self) -> Agent:
+        """The agent; opened on first use."""
+        if self._agent is None:
+            self.open()
+        assert self._agent is not None
+        return self._agent
+
+    @property
+    def opened(self) -> bool:
+        return self._agent is not None
+
+    @property
+    def tap(self) -> Tap:
+        self.agent  # noqa: B018  # opens on first use
+        assert self._tap is not None
+        return self._tap
+
+    def open(
+        self,
+        agent_name: str = "",
+        fingerprint: bytes = b"",
+        narrow: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        faults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the agent; ``narrow`` overrides declared capabilities, ``config`` options."""
+        self._agent, self._tap = open_agent(
+            self.loaded,
+            agent_name or self.name,
+            fingerprint=fingerprint,
+            narrow=narrow,
+            config=config,
+            faults=faults,
+        )
+
+    def close(self, drain_s: float = 5.0) -> str:
+        """Close the agent; return the error it raised as text, or ""."""
+        agent, self._agent = self._agent, None
+        if agent is None:
+            return ""
+        try:
+            agent.close(drain_s=drain_s)
+        except KVTransportError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.transfers.clear()
+            self.regions.clear()
+            self.peers.clear()
+            self.stale.clear()
+            self._tap = None
+        return ""
+
+    def reset(self, drain_s: float = 5.0) -> str:
+        """Close the agent and free the memory; return what closing complained about."""
+        complaint = self.close(drain_s)
+        for memory in self.memory.values():
+            memory.kit.free(memory.buffer)
+        self.memory.clear()
+        self.inbox.clear()
+        self.polling = True
+        return complaint
+
+    def pump(self) -> None:
+        """Progress an open agent once, as an engine's step does."""
+        if self.polling and self._agent is not None:
+            self._agent.poll()
+
+    def set_polling(self, on: bool) -> None:
+        self.polling = on
+
+    # Memory ----------------------------------------------------------------------
+
+    def alloc(self, name: str, nbytes: int, pattern: Sequence[Any], kind: str = "",
+              skip: int = 0) -> None:  # fmt: skip
+        """Allocate ``nbytes``, ``skip`` bytes into a buffer, filled with ``pattern``."""
+        kit = self.loaded.kit(kind)
+        self.memory[name] = allocate(kit, nbytes, skip)
+        self.memory[name].fill(pattern)
+
+    def fill(self, name: str, pattern: Sequence[Any]) -> None:
+        self.memory[name].fill(pattern)
+
+    def poke(self, name: str, offset: int, data: bytes) -> None:
+        self.memory[name].write(offset, data)
+
+    def dump(self, name: str, offset: int, nbytes: int) -> bytes:
+        return self.memory[name].dump()[offset : offset + nbytes].tobytes()
+
+    def digest(self, name: str) -> str:
+        return hashlib.blake2b(self.memory[name].dump(), digest_size=16).hexdigest()
+
+    def mismatch(self, name: str, expected: Sequence[Any]) -> str:
+        return self.memory[name].mismatch(expected)
+
+    def forget(self, name: str) -> None:
+        """Drop this station's own reference to a buffer without freeing it."""
+        del self.memory[name]
+
+    # Regions ---------------------------------------------------------------------
+
+    def register(
+        self, name: str, buffer: str = "", access: str = "rw", kind: str = "",
+        nbytes: int | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Register buffer ``buffer`` (default: ``name``); return [region id, generation].
+
+        ``nbytes`` registers only the beginning of a host buffer.
+        """
+        memory = self.memory[buffer or name]
+        source = memory.registrable()
+        region = self.agent.register(
+            source if nbytes is None else source[:nbytes],
+            name=name,
+            kind=kind or memory.kit.kind,
+            device=memory.kit.device,
+            access=access,
+        )
+        self.regions[name] = region
+        return [region.region_id, region.generation]
+
+    def deregister(self, name: str, drain_s: float = 0.0) -> None:
+        self.agent.deregister(self.regions[name], drain_s=drain_s)
+        del self.regions[name]
+
+    def held_regions(self) -> int:
+        """Regions that the backend holds now."""
+        return len(self.tap.regions)
+
+    # Peers -----------------------------------------------------------------------
+
+    def metadata(self) -> bytes:
+        return self.agent.metadata()
+
+    def add_peer(self, blob: bytes, key: str = "peer") -> list[Any]:
+        """Import a peer under ``key``; return [peer id, incarnation, region names]."""
+        peer = self.agent.add_peer(blob)
+        self.peers[key] = peer
+        return [peer.peer_id, bytes(peer.incarnation), sorted(peer.regions)]
+
+    def remove_peer(self, key: str = "peer", drain_s: float = 2.0) -> None:
+        self.agent.remove_peer(self.peers[key], drain_s=drain_s)
+
+    def keep_region(self, name: str, key: str = "peer") -> None:
+        """Remember a remote region as it is now; pieces use it as ``~name``."""
+        self.stale[name] = self.peers[key].region(name)
+
+    # Transfers -------------------------------------------------------------------
+
+    def pairs(self, pieces: Sequence[Piece], key: str) -> list[Any]:
+        return [
+            Pair.ranges(self.regions[local], lo, self._remote(remote, key), ro, n)
+            for local, remote, lo, ro, n in pieces
+        ]
+
+    def _remote(self, name: str, key: str) -> RemoteRegion:
+        if name.startswith("~"):
+            return self.stale[name[1:]]
+        return self.peers[key].region(name)
+
+    def post(
+        self, op: str, pieces: Sequence[Piece], key: str = "peer",
+        deadline_s: float = 20.0, notify: bytes | None = None,
+    ) -> int:  # fmt: skip
+        """Post a transfer; return its number."""
+        call = self.agent.read if op == "read" else self.agent.write
+        pairs = self.pairs(pieces, key)
+        transfer = call(self.peers[key], pairs, deadline_s=deadline_s, notify=notify)
+        self.transfers[transfer.transfer_id] = transfer
+        return int(transfer.transfer_id)
+
+    def wait(self, number: int, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for a terminal state; return it without raising the transfer's error."""
+        transfer = self.transfers[number]
+        try:
+            transfer.wait(timeout_s)
+        except KVTransportError as error:
+            return self.state(number) | {"raised": describe(error)}
+        return self.state(number) | {"raised": None}
+
+    def settle(self, number: int, patience_s: float) -> dict[str, Any]:
+        """Poll until the transfer is terminal or ``patience_s`` passed."""
+        deadline = time.monotonic() + patience_s
+        while not self.transfers[number].done and time.monotonic() < deadline:
+            self.agent.poll()
+            time.sleep(_IDLE_S)
+        return self.state(number)
+
+    def state(self, number: int) -> dict[str, Any]:
+        transfer = self.transfers[number]
+        error = transfer.error
+        return {
+            "state": transfer.state.value,
+            "error": None if error is None else describe(error),
+            "nbytes": transfer.nbytes,
+            "descriptors": transfer.descriptors,
+        }
+
+    def cancel(self, number: int) -> None:
+        self.transfers[number].cancel()
+
+    def move(
+        self, op: str, pieces: Sequence[Piece], key: str = "peer",
+        deadline_s: float = 20.0, notify: bytes | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Post, wait, and raise what went wrong."""
+        number = self.post(op, pieces, key, deadline_s, notify)
+        self.transfers[number].wait()
+        return self.state(number)
+
+    def notifications(self) -> list[list[Any]]:
+        """Everything received since the last call: [peer's agent name, payload]."""
+        self.agent.poll()
+        return [[event.peer.name, bytes(event.payload)] for event in self.agent.notifications()]
+
+    def await_notifications(self, count: int, patience_s: float) -> list[list[Any]]:
+        """Poll until ``count`` notifications came or ``patience_s`` passed."""
+        found: list[list[Any]] = []
+        deadline = time.monotonic() + patience_s
+        while len(found) < count and time.monotonic() < deadline:
+            found += self.notifications()
+            time.sleep(_IDLE_S)
+        return found
+
+    # Past the core ---------------------------------------------------------------
+
+    def raw_move(
+        self, op: str, local: int, remote: int, vectors: Sequence[Sequence[int]],
+        key: str = "peer", notify: bytes | None = None, patience_s: float = 10.0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Hand unchecked descriptors to the backend; say how that ended.
+
+        ``vectors`` are local offsets, remote offsets and lengths; the result's
+        ``outcome`` is "refused", "done", "failed" or "silent".
+        """
+        low, far, sizes = (np.array(vector, np.uint64) for vector in vectors)
+        blocks = Blocks(
+            local_region=np.full(len(sizes), local, np.int64),
+            local_offset=low,
+            remote_region=np.full(len(sizes), remote, np.int64),
+            remote_offset=far,
+            nbytes=sizes,
+        )
+        peer_id = self.peers[key].peer_id
+        try:
+            ticket = self.tap.raw_post(Op(op), peer_id, blocks, notify)
+        except KVTransportError as error:
+            return {"outcome": "refused", "error": describe(error)}
+        return self._raw_end(ticket, patience_s)
+
+    def _raw_end(self, ticket: int, patience_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            self.agent.poll()
+            event = self.tap.raw_result(ticket)
+            if event is not None:
+                error = None if event.error is None else describe(event.error)
+                return {"outcome": "failed" if error else "done", "error": error}
+            time.sleep(_IDLE_S)
+        return {"outcome": "silent", "error": None}
+
+    def raw_import(self, body: bytes) -> dict[str, Any] | None:
+        """Hand ``body`` to the backend as a peer's export; return its error or None."""
+        peer_id = 1 << 40
+        try:
+            self.tap.import_peer(peer_id, body)
+        except KVTransportError as error:
+            return describe(error)
+        self.tap.drop_peer(peer_id)
+        return None
+
+    def raw_export(self) -> bytes:
+        return self.tap.export()
+
+    def tap_report(self) -> dict[str, Any]:
+        """What the layer below the core saw so far."""
+        tap = self.tap
+        return {
+            "completions": {str(key): count for key, count in tap.completions.items()},
+            "posted": sorted(tap.posted),
+            "overlaps": tap.overlaps,
+            "peers_down": tap.peers_down,
+            "notified": tap.notified,
+            "foreign_errors": tap.foreign_errors,
+        }
+
+    def moved_bytes(self) -> int:
+        """Bytes of transfers that the backend reported as successful."""
+        return 0 if self._tap is None else self._tap.moved
+
+    def counters(self) -> dict[str, int]:
+        return {} if self._agent is None else dict(self.tap.counters())
+
+    # Load ------------------------------------------------------------------------
+
+    def rounds(
+        self, op: str, pieces: Sequence[Sequence[Piece]], count: int, window: int,
+        key: str = "peer", notify: bool = False, deadline_s: float = 30.0,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Run ``count`` transfers, ``window`` at a time, cycling through ``pieces``.
+
+        Notifications carry the round's number.  Stops at the first failure.
+        """
+        from kvtransport_conformance.load import run_rounds
+
+        return run_rounds(self, op, pieces, count, window, key, notify, deadline_s)
+
+
+def in_thread(function: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread for a check; the check joins it."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread.start()
+    return thread

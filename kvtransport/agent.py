@@ -235,6 +235,11 @@ class Agent:
             self.deregister(region, drain_s=self.options.drain_s)
 
     @property
+    def regions(self) -> tuple[Region, ...]:
+        """Every registered region."""
+        return tuple(self._regions)
+
+    @property
     def quarantined_bytes(self) -> int:
         """Bytes of local memory that are kept for ever; see ``TransferState``."""
         return sum(region.quarantined_bytes for region in self._regions)

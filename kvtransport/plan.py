@@ -22,12 +22,30 @@ from kvtransport.errors import (
     StaleDescriptorError,
     UnsupportedError,
 )
-from kvtransport.layout.blocks import AnyPair, BlockPair, BlockTable, Index, RangePair, as_vector
+from kvtransport.layout.blocks import (
+    AnyPair,
+    BlockPair,
+    BlockTable,
+    Index,
+    Memory,
+    RangePair,
+    as_vector,
+)
 from kvtransport.layout.merge import Runs, index_runs, range_runs, single_blocks
 from kvtransport.layout.overlap import Footprint, find_overlap, has_duplicates
+from kvtransport.layout.short import (
+    Row,
+    merge_rows,
+    overlapping,
+    short_blocks,
+    short_ranges,
+)
 from kvtransport.layout.split import split_blocks
 from kvtransport.peer import Peer, RemoteRegion
 from kvtransport.region import Region
+
+_FEW_PAIRS = 8
+"""Up to so many pairs, short ones are worth handling without numpy."""
 
 EMPTY = Blocks(
     local_region=np.empty(0, np.int64),
@@ -89,6 +107,36 @@ class _Indices:
         return self.single
 
 
+class _Rows:
+    """Short pairs, collected as Python integers until they become one chunk."""
+
+    __slots__ = ("local_offset", "local_region", "nbytes", "remote_offset", "remote_region")
+
+    def __init__(self) -> None:
+        self.local_region: list[int] = []
+        self.local_offset: list[int] = []
+        self.remote_region: list[int] = []
+        self.remote_offset: list[int] = []
+        self.nbytes: list[int] = []
+
+    def add(self, local: Memory, remote: Memory, rows: list[Row]) -> None:
+        for lo, ro, n in rows:
+            self.local_region.append(local.region_id)
+            self.local_offset.append(lo)
+            self.remote_region.append(remote.region_id)
+            self.remote_offset.append(ro)
+            self.nbytes.append(n)
+
+    def blocks(self) -> Blocks:
+        return Blocks(
+            np.array(self.local_region, np.int64),
+            np.array(self.local_offset, np.uint64),
+            np.array(self.remote_region, np.int64),
+            np.array(self.remote_offset, np.uint64),
+            np.array(self.nbytes, np.uint64),
+        )
+
+
 class Planner:
     """Builds one plan; used for one call and then thrown away."""
 
@@ -104,6 +152,7 @@ class Planner:
         self._indices: dict[tuple[int, int], _Indices] = {}
         self._footprints: list[Footprint] = []
         self._chunks: list[Blocks] = []
+        self._rows: _Rows | None = None
 
     def plan(self, pairs: Iterable[AnyPair]) -> Plan:
         """Check and merge ``pairs``; raises a ``DescriptorError`` or ``UnsupportedError``."""
@@ -122,27 +171,40 @@ class Planner:
             regions=tuple(self._locals.values()),
             remote_regions=tuple(self._remotes.values()),
             parts=parts,
-            nbytes=sum(part.total_bytes for part in parts),
+            nbytes=self._total(parts),
             descriptors=sum(map(len, parts)),
         )
+
+    def _total(self, parts: tuple[Blocks, ...]) -> int:
+        if self._rows is not None and len(self._chunks) == 1:
+            return sum(self._rows.nbytes)
+        return sum(part.total_bytes for part in parts)
 
     def _collect(self, pairs: Iterable[AnyPair]) -> None:
         # The list keeps every index vector alive, so that id() identifies it.
         groups: dict[tuple[int, int, int, int, int], _Group] = {}
-        for pair in list(pairs):
+        alive = list(pairs)
+        few = len(alive) <= _FEW_PAIRS
+        for pair in alive:
             if isinstance(pair, BlockPair):
-                self._collect_blocks(pair, groups)
+                self._collect_blocks(pair, groups, few=few)
             elif isinstance(pair, RangePair):
-                self._add_ranges(pair)
+                self._add_ranges(pair, few=few)
             else:
                 raise DescriptorError(
                     f"a transfer takes Pair.blocks or Pair.ranges, got {type(pair).__name__}"
                 )
+        if self._rows is not None:
+            self._chunks.append(self._rows.blocks())
         for (local_id, remote_id, *_), group in groups.items():
             self._add_group(self._indices[local_id, remote_id], group)
 
     def _collect_blocks(
-        self, pair: BlockPair, groups: dict[tuple[int, int, int, int, int], _Group]
+        self,
+        pair: BlockPair,
+        groups: dict[tuple[int, int, int, int, int], _Group],
+        *,
+        few: bool,
     ) -> None:
         local, remote = pair.local, pair.remote
         self._check_memory(local.region, remote.region)
@@ -151,6 +213,9 @@ class Planner:
                 f"blocks have {local.block_nbytes} bytes locally and {remote.block_nbytes} "
                 f"remotely (regions {local.region.name!r} and {remote.region.name!r})"
             )
+        if few and (rows := short_blocks(pair)) is not None:
+            self._add_rows(local.region, remote.region, rows)
+            return
         indices = self._check_indices(pair)
         if not len(indices.local):
             return
@@ -184,7 +249,7 @@ class Planner:
                 f"local_index names {len(local)} blocks, remote_index {len(remote)}"
             )
         if len(local) > 1 and has_duplicates(local if self._op is Op.READ else remote):
-            raise DescriptorError("a destination block is named twice in one transfer")
+            raise _overlap((pair.local if self._op is Op.READ else pair.remote).region.name)
         high = (int(local.max()), int(remote.max())) if len(local) else (-1, -1)
         found = self._indices[key] = _Indices(local, remote, *high)
         return found
@@ -204,9 +269,32 @@ class Planner:
             )
         )
 
-    def _add_ranges(self, pair: RangePair) -> None:
+    def _add_rows(self, local: Memory, remote: Memory, rows: list[Row]) -> None:
+        if not rows:
+            return
+        side, target = (0, local) if self._op is Op.READ else (1, remote)
+        if len(rows) > 1:
+            if overlapping(rows, side):
+                raise _overlap(target.name)
+            rows = merge_rows(rows)
+        start = min(row[side] for row in rows)
+        end = max(row[side] + row[2] for row in rows)
+        self._footprints.append(Footprint(target.region_id, start, end, 0, 0))
+        if self._rows is None:
+            self._rows = _Rows()
+        self._rows.add(local, remote, rows)
+
+    def _add_ranges(self, pair: RangePair, *, few: bool) -> None:
         local, remote = pair.local, pair.remote
         self._check_memory(local, remote)
+        if few and (rows := short_ranges(pair)) is not None:
+            for lo, ro, n in rows:
+                if lo + n > local.nbytes:
+                    raise _outside(lo, n, local.nbytes, f"local region {local.name!r}")
+                if ro + n > remote.nbytes:
+                    raise _outside(ro, n, remote.nbytes, f"remote region {remote.name!r}")
+            self._add_rows(local, remote, rows)
+            return
         local_offset = as_vector(pair.local_offset, "local_offset")
         remote_offset = as_vector(pair.remote_offset, "remote_offset")
         scalar = np.ndim(pair.nbytes) == 0
@@ -266,10 +354,7 @@ class Planner:
         if region_id is not None:
             names: Mapping[int, Region | RemoteRegion]
             names = self._locals if self._op is Op.READ else self._remotes
-            raise DescriptorError(
-                f"two descriptors of one transfer write the same bytes of region "
-                f"{names[region_id].name!r}; split it into ordered transfers"
-            )
+            raise _overlap(names[region_id].name)
 
     def _check_alignment(self, blocks: Blocks) -> None:
         align = self._capabilities.min_align
@@ -312,9 +397,20 @@ def _check_ranges(offset: Index, nbytes: Index, size: int, where: str) -> None:
     wrong = np.flatnonzero((nbytes > size) | (offset > size - nbytes))
     if len(wrong):
         i = wrong[0]
-        raise OutOfBoundsError(
-            f"offset {offset[i]} + {nbytes[i]} bytes ends outside {where}, which has {size} bytes"
-        )
+        raise _outside(int(offset[i]), int(nbytes[i]), size, where)
+
+
+def _outside(offset: int, nbytes: int, size: int, where: str) -> OutOfBoundsError:
+    return OutOfBoundsError(
+        f"offset {offset} + {nbytes} bytes ends outside {where}, which has {size} bytes"
+    )
+
+
+def _overlap(name: str) -> DescriptorError:
+    return DescriptorError(
+        f"two descriptors of one transfer write the same bytes of region {name!r}; "
+        "split it into ordered transfers"
+    )
 
 
 def _stale_local(region: Region) -> StaleDescriptorError:

@@ -29,6 +29,7 @@ def chains(count: int, tokens: int, shared: int) -> list[DigestChain]:
 
 
 def measure(policy: str, holdings: int, tokens: int, shared: int, extra: int) -> dict[str, float]:
+    """Fill a ledger, then let each insert push one holding out, then look up."""
     blocks = tokens // BLOCK
     settings = LedgerSettings(cache_blocks=(holdings + 8) * blocks, block_tokens=(BLOCK,))
     ledger = Ledger(load_retention(policy, {"budget_fraction": 1.0}), settings)
@@ -36,7 +37,15 @@ def measure(policy: str, holdings: int, tokens: int, shared: int, extra: int) ->
     # Each holding has its own blocks and the blocks of the common beginning.
     common = np.arange(shared // BLOCK, dtype=np.int32)
     rows = [
-        (np.concatenate((common, np.arange(at * blocks, at * blocks + blocks - common.size) % settings.cache_blocks)).astype(np.int32),)
+        (
+            np.concatenate(
+                (
+                    common,
+                    np.arange(at * blocks, at * blocks + blocks - common.size)
+                    % settings.cache_blocks,
+                )
+            ).astype(np.int32),
+        )
         for at in range(1, holdings + extra + 1)
     ]
 
@@ -54,7 +63,9 @@ def measure(policy: str, holdings: int, tokens: int, shared: int, extra: int) ->
             ledger.collect()
     churned = time.perf_counter()
     for at in range(extra, extra + 20_000):
-        grant = ledger.lookup(queries[at % holdings + extra].digests, tokens, duration_s=10, reader="r")
+        grant = ledger.lookup(
+            queries[at % holdings + extra].digests, tokens, duration_s=10, reader="r"
+        )
         if grant is not None:
             ledger.release(grant.lease_id, delivered=False)
     looked = time.perf_counter()
@@ -67,6 +78,7 @@ def measure(policy: str, holdings: int, tokens: int, shared: int, extra: int) ->
 
 
 def main() -> None:
+    """Print the measurements as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", default="ttl")
     parser.add_argument("--holdings", type=int, default=100_000)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from kvtransport.errors import ConfigError
 
-_TCP = re.compile(r"tcp://(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\[\]:/\s]+)):(?P<port>\d{1,5})\Z")
+_TCP = re.compile(
+    r"tcp://(?:\[(?P<v6>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^\[\]:/\s]+)):(?P<port>\d{1,5})\Z"
+)
 
 
 @dataclass(frozen=True, slots=True)

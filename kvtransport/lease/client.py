@@ -1,7 +1,7 @@
 """The reader's side of the control plane: asks peers, keeps leases alive, gives them back.
 
 Threading
-    The control thread only; ``control`` hands over what other threads want.
+    The control thread only; ``release`` gets to it what other threads release.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtransport.errors import ProtocolError
 from kvtransport.lease import protocol
+from kvtransport.lease.digest import DigestChain
 from kvtransport.lease.held import HeldLease, Lookup, PeerEngine
 from kvtransport.lease.link import PeerLink
 from kvtransport.lease.runs import decode_runs
@@ -64,6 +65,7 @@ class LeaseClient:
         group_tokens: int,
         lease_s: float,
         clock: Callable[[], float],
+        release: Callable[[HeldLease, bool], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._reader = reader
@@ -77,7 +79,7 @@ class LeaseClient:
         self._renewals: dict[int, Renewal] = {}
         self._parked: dict[PeerLink, list[Search]] = {}
         self._leases: dict[HeldLease, PeerLink] = {}
-        self.on_release: Callable[[HeldLease, bool], None] = self.release
+        self._release = release
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -259,7 +261,8 @@ class LeaseClient:
             rows,
             asked.sent + reply.duration_s,
             reply.purpose,
-            lambda lease, delivered: self.on_release(lease, delivered),
+            self._release,
+            diverged=_diverged(chain, reply, size),
         )
 
     def _on_error(self, link: PeerLink, message: protocol.Error) -> None:
@@ -312,7 +315,7 @@ class LeaseClient:
             self.counters[counter] += 1
             self._drop_renewals(lease)
 
-    def release(self, lease: HeldLease, delivered: bool) -> None:
+    def give_back(self, lease: HeldLease, delivered: bool) -> None:
         """Tell the owner; if that is lost, the rest of the lease is all it costs."""
         link = self._leases.pop(lease, None)
         if link is None:
@@ -336,7 +339,7 @@ class LeaseClient:
                 search.lookup.settle(None, "closed")
         for lease in list(self._leases):
             lease.released = True
-            self.release(lease, False)
+            self.give_back(lease, delivered=False)
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -344,3 +347,11 @@ class LeaseClient:
             "leases": len(self._leases),
             "counters": dict(self.counters),
         }
+
+
+def _diverged(chain: DigestChain, reply: protocol.LookupReply, size: int) -> bool:
+    """Whether query and holding both go on after the match, but with different tokens."""
+    matched = reply.tokens // size
+    if reply.tail_tokens:
+        return chain.tail_digest(matched, reply.tail_tokens) != reply.tail_digest
+    return chain.groups > matched and reply.held_tokens // size > matched

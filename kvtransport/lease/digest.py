@@ -166,7 +166,9 @@ class DigestChain:
         return state.digest()
 
 
-def _checked_extra(extra: Iterable[tuple[int, bytes]], tokens: int) -> tuple[tuple[int, bytes], ...]:
+def _checked_extra(
+    extra: Iterable[tuple[int, bytes]], tokens: int
+) -> tuple[tuple[int, bytes], ...]:
     pairs = tuple(sorted((_position(at), bytes(identity)) for at, identity in extra))
     for at, _ in pairs:
         if not 0 <= at < tokens:
@@ -182,7 +184,9 @@ def _encoded(pairs: Iterable[tuple[int, bytes]]) -> bytes:
     return b"".join(struct.pack("<QQ", at, len(identity)) + identity for at, identity in pairs)
 
 
-def _chain(words: bytes, seed: bytes, group_tokens: int, extra: tuple[tuple[int, bytes], ...]) -> bytes:
+def _chain(
+    words: bytes, seed: bytes, group_tokens: int, extra: tuple[tuple[int, bytes], ...]
+) -> bytes:
     step = 4 * group_tokens
     end = len(words) // step * step
     person = b"kvt%d" % group_tokens

@@ -36,13 +36,16 @@ class HeldLease:
     process's monotonic clock, counted from before the request was sent, so it
     is never later than the owner's idea of the end; the control thread moves
     it while it renews.  Data counts only if ``valid()`` is still true when the
-    read has finished.
+    read has finished.  ``diverged`` says that the peer holds more that begins
+    the same but goes on differently: history was edited, or it belongs to
+    another conversation with the same beginning.
     """
 
     __slots__ = (
         "_release",
         "block_ids",
         "deadline",
+        "diverged",
         "lease_id",
         "lost",
         "peer",
@@ -60,6 +63,8 @@ class HeldLease:
         deadline: float,
         purpose: str,
         release: Callable[[HeldLease, bool], None],
+        *,
+        diverged: bool = False,
     ) -> None:
         self.peer = peer
         self.lease_id = lease_id
@@ -67,6 +72,7 @@ class HeldLease:
         self.block_ids = block_ids
         self.deadline = deadline
         self.purpose = purpose
+        self.diverged = diverged
         self.lost = False
         self.released = False
         self._release = release

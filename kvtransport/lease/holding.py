@@ -91,6 +91,7 @@ class Grant:
     ``tail_digest``: the reader compares it with its own tokens and then counts
     ``tokens + tail_tokens``, otherwise ``tokens``.  ``block_ids`` cover
     ``tokens + tail_tokens``, one row per KV group, in token order.
+    ``held_tokens`` is how long the holding is, whether it matches or not.
     """
 
     holding_id: int
@@ -101,6 +102,8 @@ class Grant:
     block_ids: tuple[BlockIds, ...]
     duration_s: float
     purpose: Purpose
+    held_tokens: int
+    """All tokens of the holding; the reader sees by it where texts part."""
 
 
 @dataclass(frozen=True, slots=True)

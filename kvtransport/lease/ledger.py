@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from kvtransport.errors import ConfigError
-from kvtransport.lease.block_counts import BlockCounts
 from kvtransport.lease.digest import GROUP_TOKENS, DigestChain
 from kvtransport.lease.holding import (
     Dropped,
@@ -42,6 +41,7 @@ from kvtransport.lease.holding import (
     Refusal,
 )
 from kvtransport.lease.prefix_index import PrefixIndex, common_groups
+from kvtransport.lease.retained import Retained
 from kvtransport.lease.runs import BlockIds
 from kvtransport.lease.timeline import Timeline
 from kvtransport.policy.retention import RetentionPolicy
@@ -98,8 +98,6 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
-        self.retention = retention
-        self.budget_blocks = retention.budget_blocks(settings.cache_blocks)
         self.counters: Counter[str] = Counter()
         self._clock = clock
         self._lock = threading.Lock()
@@ -109,10 +107,8 @@ class Ledger:
         self._leases: dict[int, Lease] = {}
         self._expiries: Timeline[Holding] = Timeline()
         self._lease_ends: Timeline[Lease] = Timeline()
-        self._retained = BlockCounts(settings.cache_blocks, settings.null_block)
+        self._retained = Retained(retention, settings.cache_blocks, settings.null_block)
         self._dropped: list[Dropped] = []
-        self._retained_nbytes = 0
-        self._retained_count = 0
         self._next_id = 1
 
     # -- scheduler thread --------------------------------------------------------
@@ -170,7 +166,7 @@ class Ledger:
             now = self._clock()
             self._expire(now)
             while freed < blocks:
-                victim = self.retention.victim(now, None)
+                victim = self._retained.policy.victim(now, None)
                 if victim is None:
                     break
                 freed += self._drop(victim, DropReason.PRESSURE, now)
@@ -213,7 +209,7 @@ class Ledger:
             now = self._clock()
             for holding in self._index.prefixes(chain):
                 if holding.purpose is Purpose.RETAINED:
-                    self.retention.admitted(holding, now)
+                    self._retained.policy.admitted(holding, now)
                     return
 
     # -- any thread ----------------------------------------------------------------
@@ -251,7 +247,7 @@ class Ledger:
                 return None
             lease = self._begin(holding, reader, handoff_request_id, duration_s, now)
             if holding.purpose is Purpose.RETAINED and groups == holding.groups:
-                self._note_return(holding, now)
+                self._retained.note_return(holding, now)
             self.counters["lookup.granted"] += 1
             return self._grant(holding, lease, full, tail, now)
 
@@ -302,17 +298,17 @@ class Ledger:
             self._expire(self._clock())
             return {
                 "holdings": len(self._holdings),
-                "handoffs": len(self._holdings) - self._retained_count,
-                "retained": self._retained_count,
-                "retained_blocks": self._retained.distinct,
-                "retained_nbytes": self._retained_nbytes,
-                "budget_blocks": self.budget_blocks,
+                "handoffs": len(self._holdings) - len(self._retained),
+                "retained": len(self._retained),
+                "retained_blocks": self._retained.blocks,
+                "retained_nbytes": self._retained.nbytes,
+                "budget_blocks": self._retained.budget_blocks,
                 "cache_blocks": self.settings.cache_blocks,
                 "leases": len(self._leases),
                 "to_collect": len(self._dropped),
                 "index_nodes": len(self._index),
                 "counters": dict(self.counters),
-                "retention": self.retention.describe(),
+                "retention": self._retained.policy.describe(),
             }
 
     # -- insertion -------------------------------------------------------------------
@@ -365,19 +361,26 @@ class Ledger:
         self._handoffs[holding.request_id] = holding
 
     def _insert_retained(self, holding: Holding, chain: DigestChain, now: float) -> Refusal | None:
-        ttl_s = self.retention.ttl_s(holding)
+        ttl_s = self._retained.policy.ttl_s(holding)
         if not ttl_s > 0 or not holding.chain:
             return Refusal.POLICY
         holding.expires_s = now + ttl_s
         shorter = self._superseded(holding, chain)
         if shorter:
             holding.turns = shorter[0].turns + 1
-        refusal = self._claim(holding, [old for old in shorter if not old.leases], now)
+        leaving = [old for old in shorter if not old.leases]
+        refusal = self._retained.claim(
+            holding, leaving, now, lambda victim: self._drop(victim, DropReason.BUDGET, now)
+        )
         if refusal is not None:
             return refusal
         for old in shorter:
-            self._note_return(old, now)
-            self._end(old, DropReason.SUPERSEDED, now)
+            self._retained.note_return(old, now)
+            if old.leases:
+                self._end(old, DropReason.SUPERSEDED, now)
+            else:
+                # The claim has taken it out of the retained ones.
+                self._take_out(old, DropReason.SUPERSEDED)
         return None
 
     def _superseded(self, holding: Holding, chain: DigestChain) -> list[Holding]:
@@ -392,45 +395,6 @@ class Ledger:
                     continue
             found.append(old)
         return found
-
-    def _claim(self, holding: Holding, leaving: list[Holding], now: float) -> Refusal | None:
-        """Make the holding fit the budget, giving up others; changes nothing when refused.
-
-        What was given up on the way stays given up.
-        """
-        counts, policy = self._retained, self.retention
-        ids = counts.unique(holding.block_ids)
-        if ids.size > self.budget_blocks:
-            return Refusal.OVER_BUDGET
-        for old in leaving:
-            self._uncount(old)
-            policy.removed(old)
-        self._count(holding, ids)
-        policy.added(holding, now)
-        refusal = None
-        while counts.distinct > self.budget_blocks:
-            victim = policy.victim(now, holding)
-            if victim is None or victim is holding:
-                refusal = Refusal.OVER_BUDGET if victim is None else Refusal.NOT_WORTH
-                policy.removed(holding)
-                self._uncount(holding)
-                break
-            self._drop(victim, DropReason.BUDGET, now)
-        for old in leaving:
-            # ``_end`` takes the superseded ones out once the new one is in.
-            self._count(old)
-            policy.added(old, old.created_s)
-        return refusal
-
-    def _count(self, holding: Holding, ids: BlockIds | None = None) -> None:
-        self._retained.add(self._retained.unique(holding.block_ids) if ids is None else ids)
-        self._retained_nbytes += holding.nbytes
-        self._retained_count += 1
-
-    def _uncount(self, holding: Holding) -> int:
-        self._retained_nbytes -= holding.nbytes
-        self._retained_count -= 1
-        return self._retained.remove(self._retained.unique(holding.block_ids))
 
     # -- lookup and leases -------------------------------------------------------------
 
@@ -460,7 +424,7 @@ class Ledger:
         self._lease_ends.add(end, lease)
         holding.leases += 1
         if holding.leases == 1 and holding.purpose is Purpose.RETAINED:
-            self.retention.pinned(holding)
+            self._retained.policy.pinned(holding)
         return lease
 
     def _grant(self, holding: Holding, lease: Lease, full: int, tail: int, now: float) -> Grant:
@@ -479,6 +443,7 @@ class Ledger:
             rows,
             lease.expires_s - now,
             holding.purpose,
+            holding.tokens,
         )
 
     def _end_lease(self, lease: Lease, now: float) -> None:
@@ -491,12 +456,7 @@ class Ledger:
         if holding.ending is not None:
             self._drop(holding, holding.ending, now)
         elif holding.purpose is Purpose.RETAINED:
-            self.retention.unpinned(holding, now)
-
-    def _note_return(self, holding: Holding, now: float) -> None:
-        if not holding.returned:
-            holding.returned = True
-            self.retention.returned(holding, now - holding.created_s)
+            self._retained.policy.unpinned(holding, now)
 
     # -- endings -------------------------------------------------------------------------
 
@@ -520,18 +480,19 @@ class Ledger:
         self._expiries.discard(holding)
 
     def _drop(self, holding: Holding, reason: DropReason, now: float) -> int:
-        """Hand the holding to ``collect``; returns how many blocks no holding keeps now."""
+        """Hand the holding to ``collect``; returns how many blocks nobody retains now."""
+        freed = 0
+        if holding.purpose is Purpose.RETAINED:
+            freed = self._retained.forget(holding)
+            self._retained.note_end(holding, now)
+        elif self._handoffs.get(holding.request_id) is holding:
+            del self._handoffs[holding.request_id]
+        self._take_out(holding, reason)
+        return freed
+
+    def _take_out(self, holding: Holding, reason: DropReason) -> None:
         del self._holdings[holding.holding_id]
         self._index.remove(holding)
         self._expiries.discard(holding)
-        freed = 0
-        if holding.purpose is Purpose.RETAINED:
-            self.retention.removed(holding)
-            if not holding.returned:
-                self.retention.lapsed(holding, now - holding.created_s)
-            freed = self._uncount(holding)
-        elif self._handoffs.get(holding.request_id) is holding:
-            del self._handoffs[holding.request_id]
         self._dropped.append(Dropped(holding, reason))
         self.counters[f"dropped.{reason.value}"] += 1
-        return freed

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -60,6 +59,26 @@ class Hello:
     sent: float
 
 
+@dataclass(frozen=True, slots=True)
+class PeerState:
+    """What is known about the peer at one address.
+
+    ``state`` is one of the module's states, ``reason`` says why it is not
+    ``connected``.  ``rtt_s`` is the last hello's round trip, ``None`` before.
+    """
+
+    name: str
+    address: str
+    state: str
+    reason: str
+    engine_id: str
+    incarnation: str
+    ranks: tuple[int, ...]
+    versions: Mapping[str, str]
+    rtt_s: float | None
+    retry_in_s: float
+
+
 class PeerLink:
     """One DEALER socket to one address, and what is known about who answers there."""
 
@@ -80,7 +99,7 @@ class PeerLink:
         self.state = "connecting"
         self.reason = ""
         self.peer: PeerEngine | None = None
-        self.rtt_s = float("nan")
+        self.rtt_s: float | None = None
         self.retry_at = clock()
         self.last_used = clock()
         self._identity = identity
@@ -94,10 +113,14 @@ class PeerLink:
         self.socket = _dealer(context, address, keys)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(0)
+        self.socket.close(linger_ms)
+
+    def is_called(self, name: str) -> bool:
+        """Whether ``name`` is the configured name or the engine id."""
+        return name == self.name or (self.peer is not None and name == self.peer.engine_id)
 
     @property
     def usable(self) -> bool:
@@ -157,7 +180,7 @@ class PeerLink:
         backoff = min(
             self._times.backoff_max_s, self._times.backoff_min_s * 2 ** min(self._failures, 16)
         )
-        self.retry_at = now + backoff * random.uniform(0.5, 1.0)
+        self.retry_at = now + backoff * random.uniform(0.5, 1.0)  # noqa: S311  # jitter
         if self.state != "connecting" or self._failures >= 3:
             self.state = "down"
         self.reason = reason
@@ -222,20 +245,21 @@ class PeerLink:
                 if lost:
                     self.failed(now, "connection lost")
 
-    def snapshot(self, now: float) -> dict[str, Any]:
+    def snapshot(self, now: float) -> PeerState:
+        """May be called from any thread."""
         peer = self.peer
-        return {
-            "name": self.name,
-            "address": self.address,
-            "state": self.state,
-            "reason": self.reason,
-            "engine_id": peer.engine_id if peer else "",
-            "incarnation": peer.incarnation if peer else "",
-            "ranks": sorted(peer.agents) if peer else [],
-            "versions": dict(peer.versions) if peer else {},
-            "rtt_s": self.rtt_s if self.rtt_s == self.rtt_s else None,
-            "retry_in_s": max(0.0, self.retry_at - now),
-        }
+        return PeerState(
+            self.name,
+            self.address,
+            self.state,
+            self.reason,
+            peer.engine_id if peer else "",
+            peer.incarnation if peer else "",
+            tuple(sorted(peer.agents)) if peer else (),
+            dict(peer.versions) if peer else {},
+            self.rtt_s,
+            max(0.0, self.retry_at - now),
+        )
 
 
 def _dealer(

@@ -106,7 +106,9 @@ class PrefixIndex:
             if end > groups or chain[at] != found.chain[at]:
                 return found, self._inside(found, chain, depth)
             low = end
-        child = node.children.get(chain[node.end * N : (node.end + 1) * N]) if node.children else None
+        child = (
+            node.children.get(chain[node.end * N : (node.end + 1) * N]) if node.children else None
+        )
         if child is None:
             return node, node.end
         return child, self._inside(child, chain, child.start + 1)
@@ -162,7 +164,12 @@ class PrefixIndex:
         node.ends = None
         if not node.children:
             node = self._detach(node)
-        if node.parent is not None and node.ends is None and node.children and len(node.children) == 1:
+        if (
+            node.parent is not None
+            and node.ends is None
+            and node.children
+            and len(node.children) == 1
+        ):
             self._merge(node)
 
     def _attach(self, node: Node) -> Node:
@@ -176,7 +183,8 @@ class PrefixIndex:
 
     def _detach(self, node: Node) -> Node:
         parent = node.parent
-        assert parent is not None and parent.children is not None
+        assert parent is not None
+        assert parent.children is not None
         del parent.children[node.branch()]
         if not parent.children:
             parent.children = None

@@ -7,7 +7,7 @@ Format
 
 Errors
     ``decode`` raises ``ProtocolError`` for everything that is not a well-formed
-    message within its limits, and ``VersionMismatch`` for another version.
+    message within its limits, and ``VersionMismatchError`` for another version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Facts = Annotated[dict[Name, Text], Meta(max_length=256)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
 
 
-class VersionMismatch(ProtocolError):
+class VersionMismatchError(ProtocolError):
     """The other side speaks protocol ``theirs``."""
 
     def __init__(self, theirs: int) -> None:
@@ -73,7 +73,7 @@ class HelloReply(_Message, tag="hello_reply", frozen=True, array_like=True):
 
 
 class Lookup(_Message, tag="lookup", frozen=True, array_like=True):
-    """What is the longest prefix of ``chain`` that you, ``incarnation``, hold?"""
+    """Asks ``incarnation`` for the longest prefix of ``chain`` that it holds."""
 
     request_id: Id
     incarnation: Name
@@ -98,6 +98,7 @@ class LookupReply(_Message, tag="lookup_reply", frozen=True, array_like=True):
     block_runs: list[bytes] = []
     duration_s: Seconds = 0.0
     purpose: Name = ""
+    held_tokens: Count = 0
 
 
 class Renew(_Message, tag="renew", frozen=True, array_like=True):
@@ -165,6 +166,7 @@ _to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader
 
 
 def encode(message: ToOwner | ToReader) -> bytes:
+    """One frame, header and body."""
     return HEADER + _encoder.encode(message)
 
 
@@ -183,9 +185,8 @@ def decode_to_reader(frame: bytes) -> ToReader:
     message = _decode(_to_reader, frame)
     if isinstance(message, LookupReply | RenewReply):
         _check_finite(message.duration_s)
-    if isinstance(message, LookupReply) and message.tail_digest:
-        if len(message.tail_digest) != DIGEST_NBYTES:
-            raise ProtocolError(f"tail_digest has {len(message.tail_digest)} bytes")
+    if isinstance(message, LookupReply) and len(message.tail_digest) not in (0, DIGEST_NBYTES):
+        raise ProtocolError(f"tail_digest has {len(message.tail_digest)} bytes")
     return message
 
 
@@ -193,7 +194,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], frame: bytes) -> _M:
     if len(frame) < len(HEADER) or frame[:2] != MAGIC:
         raise ProtocolError("not a kvtransport control message")
     if frame[2] != PROTOCOL_VERSION:
-        raise VersionMismatch(frame[2])
+        raise VersionMismatchError(frame[2])
     try:
         return decoder.decode(memoryview(frame)[len(HEADER) :])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

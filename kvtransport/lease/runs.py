@@ -43,4 +43,5 @@ def decode_runs(coded: bytes, *, max_blocks: int) -> BlockIds:
     if total > max_blocks or int((first + length).max()) > 0x7FFFFFFF:
         raise ProtocolError(f"block runs: {total} blocks, limit {max_blocks}")
     before = np.cumsum(length) - length
-    return (np.repeat(first - before, length) + np.arange(total)).astype(np.int32)
+    ids: BlockIds = (np.repeat(first - before, length) + np.arange(total)).astype(np.int32)
+    return ids

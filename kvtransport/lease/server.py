@@ -84,7 +84,7 @@ class LeaseServer:
             return None
         try:
             message = protocol.decode_to_owner(frames[0])
-        except protocol.VersionMismatch as error:
+        except protocol.VersionMismatchError as error:
             self.counters["refused.version"] += 1
             return protocol.encode(protocol.Error(0, "protocol_version", str(error)))
         except ProtocolError as error:
@@ -179,4 +179,5 @@ def _reply(request_id: int, grant: Grant) -> protocol.LookupReply:
         [encode_runs(row) for row in grant.block_ids],
         grant.duration_s,
         grant.purpose.value,
+        grant.held_tokens,
     )

@@ -24,7 +24,7 @@ class ZapHandler:
 
     def handle(self) -> None:
         frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        version, request_id = (frames + [b"", b""])[:2]
+        version, request_id = [*frames, b"", b""][:2]
         mechanism, key = (frames[5], frames[6]) if len(frames) > 6 else (b"", b"")
         admitted = mechanism == b"CURVE" and key == self._admitted
         self.counters["admitted" if admitted else "denied"] += 1

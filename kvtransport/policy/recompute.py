@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvtransport.policy.options import load_named, parse_options, require_range
+from kvtransport.config import decode
+from kvtransport.policy.options import load_named, require_range
 
 ENTRY_POINT_GROUP = "kvtransport.recompute"
 
@@ -62,10 +63,10 @@ class RecomputePolicy(ABC):
     """Decides between pulling and computing; may learn from what happened."""
 
     @abstractmethod
-    def decide(self, question: PullQuestion) -> Decision:
-        """Pull the tokens of ``question``, or compute them?"""
+    def decide(self, question: PullQuestion, /) -> Decision:
+        """Choose between pulling and computing the tokens of ``question``."""
 
-    def observe_transfer(
+    def observe_transfer(  # noqa: B027  # optional to override
         self,
         *,
         peer: str,
@@ -76,14 +77,14 @@ class RecomputePolicy(ABC):
     ) -> None:
         """A pull from ``peer`` took ``seconds`` from decision to usable KV."""
 
-    def observe_step(self, *, tokens: int, context_tokens: int, seconds: float) -> None:
+    def observe_step(self, *, tokens: int, context_tokens: int, seconds: float) -> None:  # noqa: B027  # optional
         """One engine step computed ``tokens`` new tokens on top of ``context_tokens``."""
 
     def describe(self) -> dict[str, Any]:
         """Plain values for ``kvt status``."""
         return {"policy": type(self).__name__}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # optional to override
         """Save what was learned."""
 
 
@@ -91,9 +92,9 @@ class AlwaysPull(RecomputePolicy):
     """``always_pull``: whatever a peer holds beyond the local hit is pulled."""
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        parse_options(NoOptions, config or {}, "recompute_config")
+        decode(NoOptions, config or {}, where="recompute_config")
 
-    def decide(self, question: PullQuestion) -> Decision:
+    def decide(self, question: PullQuestion, /) -> Decision:
         return Decision(question.tokens_beyond_local > 0, "always_pull")
 
 
@@ -101,9 +102,9 @@ class NeverPull(RecomputePolicy):
     """``never_pull``: always compute."""
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        parse_options(NoOptions, config or {}, "recompute_config")
+        decode(NoOptions, config or {}, where="recompute_config")
 
-    def decide(self, question: PullQuestion) -> Decision:
+    def decide(self, _question: PullQuestion, /) -> Decision:
         return Decision(False, "never_pull")
 
 
@@ -126,9 +127,9 @@ class Threshold(RecomputePolicy):
     """``threshold``: pull from so many tokens beyond the local hit on."""
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        self.options = parse_options(ThresholdOptions, config or {}, "recompute_config")
+        self.options = decode(ThresholdOptions, config or {}, where="recompute_config")
 
-    def decide(self, question: PullQuestion) -> Decision:
+    def decide(self, question: PullQuestion, /) -> Decision:
         beyond = question.tokens_beyond_local
         if 0 < beyond >= self.options.kv_recompute_threshold:
             return Decision(True, "threshold_reached")

@@ -28,7 +28,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtransport.policy.options import load_named, parse_options, require_range
+from kvtransport.config import decode
+from kvtransport.policy.options import load_named, require_range
 
 if TYPE_CHECKING:
     from kvtransport.lease.holding import Holding
@@ -40,31 +41,31 @@ class RetentionPolicy(ABC):
     """How long to keep a holding, and in which order to give holdings up."""
 
     @abstractmethod
-    def ttl_s(self, holding: Holding) -> float:
+    def ttl_s(self, holding: Holding, /) -> float:
         """Seconds to keep ``holding`` without being asked for it; 0 refuses it."""
 
     @abstractmethod
-    def budget_blocks(self, cache_blocks: int) -> int:
+    def budget_blocks(self, cache_blocks: int, /) -> int:
         """Most blocks that retained holdings may occupy of a cache of ``cache_blocks``."""
 
     @abstractmethod
-    def added(self, holding: Holding, now: float) -> None:
+    def added(self, holding: Holding, now: float, /) -> None:
         """The ledger took the holding; it may be given up from now on."""
 
     @abstractmethod
-    def removed(self, holding: Holding) -> None:
+    def removed(self, holding: Holding, /) -> None:
         """The ledger no longer keeps the holding, pinned or not."""
 
     @abstractmethod
-    def pinned(self, holding: Holding) -> None:
+    def pinned(self, holding: Holding, /) -> None:
         """The first live lease began: the holding must not be a victim."""
 
     @abstractmethod
-    def unpinned(self, holding: Holding, now: float) -> None:
+    def unpinned(self, holding: Holding, now: float, /) -> None:
         """The last lease ended: the holding may be given up again."""
 
     @abstractmethod
-    def victim(self, now: float, claimant: Holding | None) -> Holding | None:
+    def victim(self, now: float, claimant: Holding | None, /) -> Holding | None:
         """The holding to give up next.
 
         ``claimant`` is the new holding that needs the room, already counted by
@@ -73,13 +74,13 @@ class RetentionPolicy(ABC):
         ``claimant`` itself means that it is worth the least.
         """
 
-    def returned(self, holding: Holding, age_s: float) -> None:
+    def returned(self, holding: Holding, age_s: float, /) -> None:  # noqa: B027  # optional to override
         """A holding was asked for in full for the first time, ``age_s`` after it was made."""
 
-    def lapsed(self, holding: Holding, age_s: float) -> None:
+    def lapsed(self, holding: Holding, age_s: float, /) -> None:  # noqa: B027  # optional to override
         """A holding that nobody had asked for in full was dropped at this age."""
 
-    def admitted(self, holding: Holding, now: float) -> None:
+    def admitted(self, holding: Holding, now: float, /) -> None:  # noqa: B027  # optional to override
         """The next turn of the holding's conversation was admitted on this engine."""
 
     def describe(self) -> dict[str, Any]:
@@ -114,27 +115,27 @@ class RetainNothing(RetentionPolicy):
     """``off``: every finished sequence's blocks go back at once."""
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        parse_options(BudgetOptions, config or {}, "retention_config")
+        decode(BudgetOptions, config or {}, where="retention_config")
 
-    def ttl_s(self, holding: Holding) -> float:
+    def ttl_s(self, _holding: Holding, /) -> float:
         return 0.0
 
-    def budget_blocks(self, cache_blocks: int) -> int:
+    def budget_blocks(self, _cache_blocks: int, /) -> int:
         return 0
 
-    def added(self, holding: Holding, now: float) -> None:
+    def added(self, _holding: Holding, _now: float, /) -> None:
         pass
 
-    def removed(self, holding: Holding) -> None:
+    def removed(self, _holding: Holding, /) -> None:
         pass
 
-    def pinned(self, holding: Holding) -> None:
+    def pinned(self, _holding: Holding, /) -> None:
         pass
 
-    def unpinned(self, holding: Holding, now: float) -> None:
+    def unpinned(self, _holding: Holding, _now: float, /) -> None:
         pass
 
-    def victim(self, now: float, claimant: Holding | None) -> Holding | None:
+    def victim(self, _now: float, _claimant: Holding | None, /) -> Holding | None:
         return None
 
 
@@ -142,27 +143,27 @@ class RetainForTtl(RetentionPolicy):
     """``ttl``: keep everything for a fixed time; least recently used goes first."""
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        self.options = parse_options(BudgetOptions, config or {}, "retention_config")
+        self.options = decode(BudgetOptions, config or {}, where="retention_config")
         self._order: OrderedDict[int, Holding] = OrderedDict()
 
-    def ttl_s(self, holding: Holding) -> float:
+    def ttl_s(self, _holding: Holding, /) -> float:
         return self.options.decoder_kv_blocks_ttl
 
-    def budget_blocks(self, cache_blocks: int) -> int:
+    def budget_blocks(self, cache_blocks: int, /) -> int:
         return self.options.blocks_of(cache_blocks)
 
-    def added(self, holding: Holding, now: float) -> None:
+    def added(self, holding: Holding, _now: float, /) -> None:
         self._order[holding.holding_id] = holding
 
-    def removed(self, holding: Holding) -> None:
+    def removed(self, holding: Holding, /) -> None:
         self._order.pop(holding.holding_id, None)
 
     pinned = removed
 
-    def unpinned(self, holding: Holding, now: float) -> None:
+    def unpinned(self, holding: Holding, _now: float, /) -> None:
         self._order[holding.holding_id] = holding
 
-    def victim(self, now: float, claimant: Holding | None) -> Holding | None:
+    def victim(self, _now: float, _claimant: Holding | None, /) -> Holding | None:
         return next(iter(self._order.values()), None)
 
 

@@ -1,0 +1,87 @@
+"""The retained holdings' share of the cache: budget, policy, what they occupy.
+
+A block that several holdings keep counts once.  Used under the ledger's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtransport.lease.block_counts import BlockCounts
+from kvtransport.lease.holding import Holding, Refusal
+from kvtransport.lease.runs import BlockIds
+from kvtransport.policy.retention import RetentionPolicy
+
+
+class Retained:
+    """Accounts for retained holdings and asks the policy about them."""
+
+    def __init__(self, policy: RetentionPolicy, cache_blocks: int, null_block: int | None) -> None:
+        self.policy = policy
+        self.budget_blocks = policy.budget_blocks(cache_blocks)
+        self.nbytes = 0
+        self._counts = BlockCounts(cache_blocks, null_block)
+        self._number = 0
+
+    def __len__(self) -> int:
+        return self._number
+
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks that retained holdings keep."""
+        return self._counts.distinct
+
+    def claim(
+        self,
+        holding: Holding,
+        leaving: Sequence[Holding],
+        now: float,
+        give_up: Callable[[Holding], object],
+    ) -> Refusal | None:
+        """Fit ``holding`` into the budget, giving up what the policy names.
+
+        ``leaving`` are unleased holdings that go once this one is in; they make
+        room too.  When refused they stay, and so does whatever was given up.
+        """
+        ids = self._counts.unique(holding.block_ids)
+        if ids.size > self.budget_blocks:
+            return Refusal.OVER_BUDGET
+        for old in leaving:
+            self.forget(old)
+        self._add(holding, ids, now)
+        refusal = None
+        while self._counts.distinct > self.budget_blocks:
+            victim = self.policy.victim(now, holding)
+            if victim is None or victim is holding:
+                refusal = Refusal.OVER_BUDGET if victim is None else Refusal.NOT_WORTH
+                self.forget(holding)
+                break
+            give_up(victim)
+        if refusal is not None:
+            for old in leaving:
+                self._add(old, self._counts.unique(old.block_ids), now)
+        return refusal
+
+    def forget(self, holding: Holding) -> int:
+        """Stop counting the holding; returns how many blocks nobody retains now."""
+        self.policy.removed(holding)
+        self._number -= 1
+        self.nbytes -= holding.nbytes
+        return self._counts.remove(self._counts.unique(holding.block_ids))
+
+    def _add(self, holding: Holding, ids: BlockIds, now: float) -> None:
+        self._counts.add(ids)
+        self._number += 1
+        self.nbytes += holding.nbytes
+        self.policy.added(holding, now)
+
+    def note_return(self, holding: Holding, now: float) -> None:
+        """Somebody asked for all of it: the conversation came back."""
+        if not holding.returned:
+            holding.returned = True
+            self.policy.returned(holding, now - holding.created_s)
+
+    def note_end(self, holding: Holding, now: float) -> None:
+        """It is dropped; the policy learns that nobody had come back."""
+        if not holding.returned:
+            self.policy.lapsed(holding, now - holding.created_s)

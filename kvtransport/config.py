@@ -68,9 +68,7 @@ def options_of(kind: type[Any]) -> dict[str, Option]:
     hints = get_type_hints(kind)
     if dataclasses.is_dataclass(kind):
         return {
-            f.name: _dataclass_option(f, hints[f.name])
-            for f in dataclasses.fields(kind)
-            if f.init
+            f.name: _dataclass_option(f, hints[f.name]) for f in dataclasses.fields(kind) if f.init
         }
     if issubclass(kind, msgspec.Struct):
         return {
@@ -115,9 +113,7 @@ def decode(kind: type[T], values: Mapping[str, Any], *, where: str = "configurat
     return _build(kind, options, converted, where)
 
 
-def _build(
-    kind: type[T], options: Mapping[str, Option], values: dict[str, Any], where: str
-) -> T:
+def _build(kind: type[T], options: Mapping[str, Option], values: dict[str, Any], where: str) -> T:
     missing = [name for name, o in options.items() if o.required and name not in values]
     if missing:
         raise ConfigError(f"{where}: option {missing[0]!r} is required and not set")

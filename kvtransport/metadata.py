@@ -88,9 +88,9 @@ _body_decoder = msgspec.msgpack.Decoder(Body)
 def encode(header: Header, body: Body) -> bytes:
     """Build metadata; equal input gives equal bytes."""
     payload = _encoder.encode(_Payload(header, msgspec.Raw(_encoder.encode(body))))
-    prefix = _PREFIX.pack(
-        MAGIC, SCHEMA_VERSION, API_VERSION, len(payload), zlib.crc32(payload), 0
-    )[:-4]
+    prefix = _PREFIX.pack(MAGIC, SCHEMA_VERSION, API_VERSION, len(payload), zlib.crc32(payload), 0)[
+        :-4
+    ]
     return prefix + struct.pack(">I", zlib.crc32(prefix)) + payload
 
 

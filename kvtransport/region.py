@@ -28,9 +28,7 @@ def parse_access(access: str) -> Access:
     try:
         return _ACCESS[access]
     except (KeyError, TypeError):
-        raise RegistrationError(
-            f"access must be 'r', 'w', 'rw' or '', got {access!r}"
-        ) from None
+        raise RegistrationError(f"access must be 'r', 'w', 'rw' or '', got {access!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ def as_vector(values: Any, what: str) -> Index:
         return np.empty(0, np.int64)
     if array.ndim != 1:
         raise DescriptorError(f"{what} must be one-dimensional, got shape {array.shape}")
-    if array.dtype.kind == "O" and all(type(v) is int for v in array):
+    # numpy turns a list that holds integers beyond int64 into objects or floats.
+    if array.dtype.kind in "Of" and all(type(v) is int for v in values):
         raise OutOfBoundsError(f"{what} holds a value outside 0 .. 2^63 - 1")
     if array.dtype.kind not in "iu":
         raise DescriptorError(f"{what} must hold integers, got dtype {array.dtype}")

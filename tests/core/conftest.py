@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.loopback import CAPABILITIES, Loopback, LoopbackConfig
 
 from kvtransport.agent import Agent
 from kvtransport.errors import UndrainedError
 from kvtransport.peer import Peer
 from kvtransport.region import Region
-from support.loopback import CAPABILITIES, Loopback, LoopbackConfig
 
 
 @dataclass
@@ -48,10 +49,8 @@ class Duo:
     def close(self) -> None:
         for side in (self.a, self.b):
             side.backend.held = False
-            try:
+            with contextlib.suppress(UndrainedError):
                 side.agent.close(drain_s=0.2)
-            except UndrainedError:
-                pass
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from kvtransport.backend import Completion, PeerDown
 from kvtransport.errors import (
     BackpressureError,
     PeerLostError,
@@ -16,7 +17,6 @@ from kvtransport.errors import (
     UnsupportedError,
 )
 from kvtransport.events import PeerLostEvent, TransferEvent
-from kvtransport.backend import Completion, PeerDown
 from kvtransport.layout.blocks import BlockTable, Pair
 from kvtransport.transfer import TransferState
 
@@ -95,7 +95,7 @@ def test_notification_alone(duo):
 
 
 def test_oversize_notification_is_refused(duo):
-    with pytest.raises(UnsupportedError, match="1025 bytes.*1024"):
+    with pytest.raises(UnsupportedError, match=r"1025 bytes.*1024"):
         duo.a.agent.write(duo.peer, ranges(duo), notify=bytes(1025))
     assert duo.a.backend.posts == []
 
@@ -301,9 +301,7 @@ def test_peer_down_ends_its_transfers_and_refuses_new_ones(duo):
     again = duo.a.agent.add_peer(duo.b.agent.metadata())
     assert again is not duo.peer
     duo.a.backend.held = False
-    duo.a.agent.read(
-        again, [Pair.ranges(duo.a.region, [0], again.region("kv"), [0], 10)]
-    ).wait(1)
+    duo.a.agent.read(again, [Pair.ranges(duo.a.region, [0], again.region("kv"), [0], 10)]).wait(1)
 
 
 def test_prepared_plan_is_posted_many_times(duo):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtransport.backend import (
     Backend,
@@ -51,7 +51,7 @@ class Loopback(Backend):
         load=lambda: Loopback,
         wire="loopback/1",
     )
-    agents: dict[str, Loopback] = {}
+    agents: ClassVar[dict[str, Loopback]] = {}
 
     def __init__(self) -> None:
         self.held = False
@@ -101,9 +101,7 @@ class Loopback(Backend):
         self.calls.append(f"drop {peer_id}")
         del self.peers[peer_id]
 
-    def post(
-        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
-    ) -> None:
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         if self.refuse_posts:
             self.refuse_posts -= 1
             raise BackpressureError("queue is full")

@@ -46,7 +46,8 @@ def test_a_pair_names_each_other_as_peers(tmp_path):
         json.loads(option(engine.spec.command(), "--kv-transfer-config")) for engine in pair.engines
     ]
     extras = [config["kv_connector_extra_config"] for config in configs]
-    assert [extra["peers"] for extra in extras] == [[extras[1]["listen"]], [extras[0]["listen"]]]
+    assert extras[0]["peers"] == {"decode": extras[1]["listen"]}
+    assert extras[1]["peers"] == {"prefill": extras[0]["listen"]}
     assert {extra["retention"] for extra in extras} == {"off"}
     assert {config["kv_role"] for config in configs} == {"kv_both"}
 

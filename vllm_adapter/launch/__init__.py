@@ -16,6 +16,7 @@ from kvtransport_vllm.launch.engine import Engine, EngineSpec
 from kvtransport_vllm.launch.pair import EnginePair, PairSpec
 from kvtransport_vllm.launch.ports import free_ports
 from kvtransport_vllm.launch.random_model import RandomModelSpec, prepare_random_model
+from kvtransport_vllm.launch.router import router_service
 from kvtransport_vllm.launch.service import Service, ServiceError, wait_ready
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "ServiceError",
     "free_ports",
     "prepare_random_model",
+    "router_service",
     "wait_ready",
 ]

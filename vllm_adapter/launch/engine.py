@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,21 @@ class Engine(Service):
         """One greedy chat turn, not streamed; otherwise like ``complete``."""
         fields = self._fields(max_tokens, messages=list(messages)) | body
         return post_json(self.port, "/v1/chat/completions", fields)
+
+    def reset_prefix_cache(self, timeout_s: float = 20.0) -> None:
+        """Empty the engine's prefix cache and give up what its connector holds.
+
+        Needs ``VLLM_SERVER_DEV_MODE=1`` in the engine's environment.  Blocks
+        under a lease come free when the lease ends, so this asks again until
+        ``timeout_s`` have passed, then raises ``TimeoutError``.
+        """
+        end = time.monotonic() + timeout_s
+        path = "/reset_prefix_cache?reset_external=true"
+        while not post_json(self.port, path, {}, timeout_s=timeout_s)["success"]:
+            if time.monotonic() > end:
+                msg = f"{self.name} still holds KV blocks after {timeout_s:g} s"
+                raise TimeoutError(msg)
+            time.sleep(0.05)
 
     def metrics(self, prefix: str = "kvtransport_") -> dict[str, float]:
         """Current values of the metrics that begin with ``prefix``, summed over labels."""

@@ -44,14 +44,14 @@ class PairSpec:
 def connector_config(
     *,
     listen: int,
-    peers: Sequence[int],
+    peers: Mapping[str, int],
     backend: str = "host",
     backend_config: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The ``--kv-transfer-config`` object of an engine with control port ``listen``.
 
-    ``peers`` are the control ports of the other engines on this machine.
+    ``peers`` are the other engines on this machine: name -> control port.
     """
     return {
         "kv_connector": "KVTransportConnector",
@@ -61,7 +61,7 @@ def connector_config(
             "backend": backend,
             "backend_config": dict(backend_config or {}),
             "listen": f"tcp://127.0.0.1:{listen}",
-            "peers": [f"tcp://127.0.0.1:{port}" for port in peers],
+            "peers": {name: f"tcp://127.0.0.1:{port}" for name, port in peers.items()},
             "bidirectional_kv_xfer": True,
             **(options or {}),
         },
@@ -100,9 +100,10 @@ class EnginePair:
         extra: Mapping[str, Any],
     ) -> Engine:
         listen, peer = control
+        other = "decode" if role == "prefill" else "prefill"
         config = connector_config(
             listen=listen,
-            peers=[peer],
+            peers={other: peer},
             backend=self.spec.backend,
             backend_config=self.spec.backend_config,
             options=self.spec.options,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvtransport.backend import Blocks, Op
+from kvtransport.backend import Op
 from kvtransport.errors import KVTransportError
+from kvtransport_backends.nixl.parts import Part
 from kvtransport_backends.nixl.peers import Peer
 
 
@@ -24,7 +25,7 @@ class Flight:
     ticket: int
     op: Op
     peer: Peer
-    parts: deque[Blocks]
+    parts: deque[Part]
     notify: bytes
     handles: list[int] = field(default_factory=list)
     error: KVTransportError | None = None

@@ -7,7 +7,7 @@ each payload travels behind one marker byte.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtransport.backend import Notification
 
@@ -27,20 +27,23 @@ class Inbox:
         self._unknown: list[tuple[str, bytes]] = []
         self.dropped = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether messages are kept whose sender was unknown."""
+        return bool(self._unknown)
+
     @staticmethod
     def wrap(payload: bytes) -> bytes:
         return _MARK + payload
 
     def receive(
-        self, messages: Mapping[str, Sequence[bytes]], peer_ids: Mapping[str, int]
+        self, messages: Mapping[str, Sequence[bytes]], peer_id_of: Callable[[str], int | None]
     ) -> list[Notification]:
         """Attribute new messages and the kept ones of agents that were imported since.
 
         A sender may be quicker than the control plane that introduces it, so
         messages of unknown agents are kept, up to a limit.
         """
-        if not messages and not self._unknown:
-            return []
         waiting = self._unknown
         waiting += [(name, message) for name, batch in messages.items() for message in batch]
         self._unknown = []
@@ -48,7 +51,7 @@ class Inbox:
         for name, message in waiting:
             if not message.startswith(_MARK):
                 continue  # not sent by this library
-            peer_id = peer_ids.get(name)
+            peer_id = peer_id_of(name)
             if peer_id is not None:
                 found.append(Notification(peer_id, message[1:]))
             else:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransport.backend import RegionSpec
+from kvtransport.backend import Blocks, RegionSpec
 from kvtransport.errors import RegistrationError
 from kvtransport_backends.nixl.body import Body, RegionEntry, encode
 from kvtransport_backends.nixl.driver import DescriptorList, Driver, NativeAgent
 from kvtransport_backends.nixl.native import map_native
 from kvtransport_backends.nixl.regions import Placed, RegionBook
 from kvtransport_backends.nixl.tables import Tables
+
+_SCRATCH_ID = -1
+_SCRATCH_DEVICE = (1 << 31) - 1
+
+SCRATCH_BLOCK = Blocks(
+    np.array([_SCRATCH_ID]),
+    np.zeros(1, np.uint64),
+    np.array([_SCRATCH_ID]),
+    np.zeros(1, np.uint64),
+    np.ones(1, np.uint64),
+)
+"""One byte of the peer's scratch page into ours.
+
+NIXL sends a notification only behind a transfer, or by a call that can block
+for 40 s when the peer is dead; every agent therefore exports one page that
+means nothing.
+"""
 
 _Key = tuple[str, int, int, int]
 
@@ -40,6 +58,19 @@ class LocalRegions:
         self._specs: dict[int, RegionSpec] = {}
         self.book = RegionBook()
         self.tables = Tables(driver, agent, plugin_handle, "")
+        self._add_scratch()
+
+    def _add_scratch(self) -> None:
+        page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+        self.add(
+            RegionSpec(
+                _SCRATCH_ID,
+                page.ctypes.data,
+                page.nbytes,
+                access=frozenset({"read"}),
+                owner=page,
+            )
+        )
 
     def add(self, spec: RegionSpec) -> None:
         """Register ``spec``; raises ``RegistrationError`` or ``UnsupportedError``.
@@ -49,7 +80,9 @@ class LocalRegions:
         and could pick either.
         """
         # Host memory has no device, so the id is free to keep regions apart.
-        device_id = spec.region_id if spec.kind == "host" else spec.device
+        device_id = spec.device
+        if spec.kind == "host":
+            device_id = _SCRATCH_DEVICE if spec.region_id == _SCRATCH_ID else spec.region_id
         placed = Placed(spec.region_id, spec.kind, device_id, spec.address, spec.nbytes)
         shared = self._registrations.get(_key(placed))
         if shared is not None:

@@ -1,7 +1,14 @@
-"""Imported agents."""
+"""Imported agents.
+
+A dropped peer is parked rather than disconnected: UCX leaks a file descriptor
+on both sides for every connection that is closed while the peer lives, and
+LIBFABRIC numbers connections with 8 bits and reuses none.  A parked peer is
+found again by its agent's name; beyond ``MAX_PARKED`` the oldest is forgotten.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -19,20 +26,23 @@ from kvtransport_backends.nixl.native import is_native, map_native
 from kvtransport_backends.nixl.regions import Placed, RegionBook
 from kvtransport_backends.nixl.tables import Tables
 
+MAX_PARKED = 64
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Peer:
-    """One incarnation of a remote agent.
+    """One connection to one incarnation of a remote agent.
 
+    ``ids`` are the peer ids that mean it: usually one, none while it is parked.
     ``loaded`` is what NIXL holds of it: regions that the peer withdrew stay
     there until the peer is loaded afresh.  ``pending`` is a newer export that
     needs a fresh load and waits for the transfers in flight.  ``lost`` is set
-    once NIXL dropped the peer's connection.
+    once NIXL dropped the connection.
     """
 
-    peer_id: int
     body: Body
     tables: Tables
+    ids: list[int] = field(default_factory=list)
     book: RegionBook = field(default_factory=RegionBook)
     loaded: list[tuple[Placed, bytes]] = field(default_factory=list)
     in_flight: int = 0
@@ -54,17 +64,25 @@ class Peers:
         self._agent = agent
         self._handle = plugin_handle
         self._backend = backend
-        self._peers: dict[int, Peer] = {}
-        self.ids: dict[str, int] = {}
-        """Peer ids by NIXL name."""
+        self._by_id: dict[int, Peer] = {}
+        self._by_name: OrderedDict[str, Peer] = OrderedDict()
         self.reloaded = 0
 
     def __iter__(self) -> Iterator[Peer]:
-        return iter(self._peers.values())
+        return iter(self._by_name.values())
+
+    def id_of(self, name: str) -> int | None:
+        """The newest peer id of a NIXL agent, or None."""
+        peer = self._by_name.get(name)
+        return peer.ids[-1] if peer is not None and peer.ids else None
 
     def usable(self, peer_id: int) -> Peer:
-        """The peer, ready for transfers; raises ``PeerLostError`` and others."""
-        peer = self._peers.get(peer_id)
+        """The peer, ready for transfers.
+
+        Raises ``StaleDescriptorError``, ``PeerLostError`` or, while the peer's
+        former memory is still in use, ``BackpressureError``.
+        """
+        peer = self._by_id.get(peer_id)
         if peer is None:
             raise StaleDescriptorError("the peer was dropped", backend=self._backend)
         if peer.lost is not None:
@@ -82,59 +100,75 @@ class Peers:
         Raises ``MalformedMetadataError``, ``IncompatiblePeerError`` or
         ``PeerLostError``.
         """
-        peer = self._peers.get(peer_id)
-        if peer is None:
-            self._load_new(peer_id, body)
-        elif peer.name != body.agent:
+        known = self._by_id.get(peer_id)
+        if known is not None and known.name != body.agent:
             raise IncompatiblePeerError(
-                f"agent: the peer was {peer.name!r} and now calls itself {body.agent!r}",
+                f"agent: the peer was {known.name!r} and now calls itself {body.agent!r}",
                 backend=self._backend,
             )
-        elif peer.lost is not None:
-            self._load_again(peer, body)
-        elif not _conflicts(peer, body):
-            self._load_more(peer, body)
-        elif peer.in_flight:
-            peer.pending = body
+        peer = known or self._by_name.get(body.agent)
+        if peer is None or peer.lost is not None:
+            fresh = self._load_new(body)
+            if peer is known and peer is not None:
+                fresh.ids, peer.ids = peer.ids, []
+            peer = fresh
         else:
-            self._load_again(peer, body)
+            self._update(peer, body)
+        if peer_id not in peer.ids:
+            peer.ids.append(peer_id)
+        self._by_id.update(dict.fromkeys(peer.ids, peer))
+        self._by_name[body.agent] = peer
+        self._by_name.move_to_end(body.agent)
 
     def load_pending(self, peer: Peer) -> None:
         """Load a newer export that waited for transfers to end."""
         if peer.pending is not None and not peer.in_flight and peer.lost is None:
             body, peer.pending = peer.pending, None
-            self._load_again(peer, body)
+            self._reload(peer, body)
 
     def drop(self, peer_id: int) -> None:
-        peer = self._peers.pop(peer_id, None)
+        peer = self._by_id.pop(peer_id, None)
         if peer is None:
             return
-        del self.ids[peer.name]
-        peer.tables.clear()
-        self._forget(peer.name)
+        peer.ids.remove(peer_id)
+        if peer.lost is not None and self._by_name.get(peer.name) is peer and not peer.ids:
+            del self._by_name[peer.name]  # NIXL has forgotten it already
+        self._evict()
 
-    def _load_new(self, peer_id: int, body: Body) -> None:
-        if body.agent in self.ids:
-            raise IncompatiblePeerError(
-                f"agent: {body.agent!r} is already imported under another id",
-                backend=self._backend,
-            )
-        peer = Peer(peer_id, body, Tables(self._driver, self._agent, self._handle, body.agent))
+    def clear_tables(self) -> None:
+        for peer in self:
+            peer.tables.clear()
+
+    def _evict(self) -> None:
+        # Quarantined transfers keep their connection.
+        parked = [peer for peer in self if not peer.ids and not peer.in_flight]
+        for peer in parked[: max(0, len(parked) - MAX_PARKED)]:
+            del self._by_name[peer.name]
+            peer.tables.clear()
+            self._forget(peer.name)
+
+    def _update(self, peer: Peer, body: Body) -> None:
+        if peer.body.connection == body.connection and not _conflicts(peer, body):
+            self._load_more(peer, body)
+        elif peer.in_flight:
+            peer.pending = body
+        else:
+            self._reload(peer, body)
+
+    def _load_new(self, body: Body) -> Peer:
+        peer = Peer(body, Tables(self._driver, self._agent, self._handle, body.agent))
         self._load_all(peer, body)
-        self._peers[peer_id] = peer
-        self.ids[body.agent] = peer_id
+        return peer
 
-    def _load_again(self, peer: Peer, body: Body) -> None:
+    def _reload(self, peer: Peer, body: Body) -> None:
         former = peer.body
         peer.tables.clear()
         self._forget(peer.name)
         try:
             self._load_all(peer, body)
         except KVTransportError:
-            if peer.lost is None:
-                self._load_all(peer, former)
+            self._load_all(peer, former)
             raise
-        peer.lost, peer.pending = None, None
         self.reloaded += 1
 
     def _load_all(self, peer: Peer, body: Body) -> None:

@@ -12,23 +12,17 @@ of the regions it covers, hence the versions.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransport.backend import Blocks
-from kvtransport.errors import StaleDescriptorError
 from kvtransport_backends.nixl.driver import Driver, NativeAgent
-from kvtransport_backends.nixl.regions import RegionBook
+from kvtransport_backends.nixl.regions import Placed, RegionBook
 
-MIN_UNIT = 512
 _MAX_UNITS = 16
 _MAX_ROWS = (1 << 31) - 1
-_EXPANSION = 8
-
 
 Indices = NDArray[np.int32]
 
@@ -39,24 +33,26 @@ class Table:
 
     handle: int
     version: int
+    unit: int
     first: dict[int, int]
 
-    def rows(self, regions: NDArray[np.int64], offsets: NDArray[np.uint64], unit: int) -> Indices:
-        """The table's rows for blocks at ``offsets``; raises ``StaleDescriptorError``."""
-        rows = (offsets // np.uint64(unit)).astype(np.int64)
-        only = int(regions[0])
-        if len(regions) == 1 or bool((regions == only).all()):
-            rows += self._first(only)
-            return rows.astype(np.int32)
-        ids, where = np.unique(regions, return_inverse=True)
-        rows += np.array([self._first(int(region_id)) for region_id in ids])[where]
-        return rows.astype(np.int32)
-
-    def _first(self, region_id: int) -> int:
-        first = self.first.get(region_id)
-        if first is None:
-            raise StaleDescriptorError(f"region {region_id} is not registered any more")
-        return first
+    def rows(
+        self,
+        regions: NDArray[np.int64],
+        offsets: NDArray[np.uint64],
+        found: tuple[Placed, ...],
+    ) -> Indices:
+        """The rows of blocks at ``offsets``; ``found`` are the regions that occur."""
+        if len(offsets) == 1:
+            row = int(offsets[0]) // self.unit + self.first[found[0].region_id]
+            return np.array([row], np.int32)
+        rows = (offsets // np.uint64(self.unit)).astype(np.int32)
+        if len(found) == 1:
+            rows += np.int32(self.first[found[0].region_id])
+            return rows
+        where = np.searchsorted([placed.region_id for placed in found], regions)
+        rows += np.array([self.first[placed.region_id] for placed in found], np.int32)[where]
+        return rows
 
 
 class Tables:
@@ -77,7 +73,6 @@ class Tables:
         key = (kind, unit)
         table = self._tables.get(key)
         if table is not None and table.version == book.version:
-            self._tables.move_to_end(key)
             return table
         if table is not None:
             self.clear()  # the regions changed, so every table is out of date
@@ -111,7 +106,7 @@ class Tables:
         handle = self._agent.prepXferDlist(
             self._name, self._driver.segment(kind), np.array(rows, np.uint64), [self._backend]
         )
-        return Table(handle, book.version, first)
+        return Table(handle, book.version, unit, first)
 
 
 class UnitHistory:
@@ -121,31 +116,12 @@ class UnitHistory:
         self._seen: OrderedDict[int, None] = OrderedDict()
 
     def returning(self, unit: int) -> bool:
-        known = unit in self._seen
+        if unit in self._seen:
+            return True
         self._seen[unit] = None
-        self._seen.move_to_end(unit)
         if len(self._seen) > 4 * _MAX_UNITS:
             self._seen.popitem(last=False)
-        return known
-
-
-def common_unit(blocks: Blocks) -> int:
-    """The block size whose multiples all descriptors are, or 0 if none pays.
-
-    Descriptors of one size at multiples of it are the usual case.  Runs of
-    different lengths share a smaller unit; NIXL joins the pieces of a run
-    again, so that costs only index entries.
-    """
-    if len(blocks) == 1:
-        unit = int(blocks.nbytes[0])
-        aligned = not int(blocks.local_offset[0]) % unit and not int(blocks.remote_offset[0]) % unit
-        return unit if aligned and unit >= MIN_UNIT else 0
-    unit = int(np.gcd.reduce(blocks.nbytes))
-    unit = math.gcd(unit, int(np.gcd.reduce(blocks.local_offset)))
-    unit = math.gcd(unit, int(np.gcd.reduce(blocks.remote_offset)))
-    if unit < MIN_UNIT or blocks.total_bytes // unit > _EXPANSION * len(blocks):
-        return 0
-    return unit
+        return False
 
 
 def expand(rows: Indices, counts: NDArray[np.int64]) -> Indices:

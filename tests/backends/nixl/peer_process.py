@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import hashlib
 import importlib
 import json
@@ -47,6 +48,14 @@ class Peer:
 
     def rename(self, old: int, new: int) -> dict[str, Any]:
         self.memory[new] = self.memory.pop(old)
+        return {}
+
+    def unmap(self, region: int, start: int, nbytes: int) -> dict[str, Any]:
+        """Take pages away from under a registered region."""
+        address = self.memory[region].ctypes.data + start
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)):
+            raise OSError(ctypes.get_errno(), "munmap")
         return {}
 
     def export(self) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class KVTransportConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler_side is None:
             return None
-        return self._scheduler_side.telemetry.take()
+        return self._scheduler_side.step_ended()
 
     @classmethod
     def build_kv_connector_stats(

@@ -5,6 +5,8 @@ The scheduler side works with these; nothing here depends on a request's state.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import logging
 import secrets
 import time
@@ -18,20 +20,20 @@ from vllm.v1.request import RequestStatus
 from kvtransport.lease.control import ControlPlane, ControlSettings
 from kvtransport.lease.holding import Purpose
 from kvtransport.lease.identity import EngineIdentity
-from kvtransport.lease.ledger import Ledger
-from kvtransport.policy.recompute import load_recompute_policy
-from kvtransport.policy.retention import load_retention_policy
+from kvtransport.lease.ledger import Ledger, LedgerSettings
+from kvtransport.policy.recompute import load_recompute
+from kvtransport.policy.retention import load_retention
 from kvtransport_vllm import params
 from kvtransport_vllm.content import ContentIdentity
 from kvtransport_vllm.holdings import HeldBlocks
 from kvtransport_vllm.identity import fingerprint
 from kvtransport_vllm.meta import decode_rank_export
+from kvtransport_vllm.steps import StepClock
 from kvtransport_vllm.turns import Phase, Turn
 from kvtransport_vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -57,25 +59,27 @@ class Engine:
         self.cache_blocks = kv_cache_config.num_blocks
         self.tables = len(kv_cache_config.kv_cache_tensors)
         self.block_nbytes = _page_bytes(kv_cache_config)
-        self.running = 0
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         facts = fingerprint(vllm_config, kv_cache_config, group_tokens=config.group_tokens)
         self.identity = EngineIdentity(
-            engine_id=str(transfer.engine_id),
-            incarnation=secrets.token_hex(8),
-            fingerprint=facts,
+            engine_id=str(transfer.engine_id), fingerprint=facts, versions=versions()
         )
-        self.content = ContentIdentity(self.identity.digest(), config.group_tokens)
+        self.content = ContentIdentity(self.identity.fingerprint_bytes(), config.group_tokens)
         self.ledger = Ledger(
-            load_retention_policy(
+            load_retention(
                 config.retention if config.bidirectional_kv_xfer else "off",
                 retention_options(config),
             ),
-            cache_blocks=self.cache_blocks,
-            handoff_ttl_s=config.handoff_ttl_s,
+            LedgerSettings(
+                cache_blocks=self.cache_blocks,
+                block_tokens=(self.block_tokens,),
+                group_tokens=config.group_tokens,
+                handoff_ttl_s=config.handoff_ttl_s,
+            ),
         )
         self.held = HeldBlocks(self.ledger)
-        self.recompute = load_recompute_policy(config.recompute, recompute_options(config))
+        self.recompute = load_recompute(config.recompute, recompute_options(config))
+        self.steps = StepClock(self.recompute)
         self.control = ControlPlane(
             control_settings(config, vllm_config.parallel_config.data_parallel_index),
             self.identity,
@@ -111,10 +115,11 @@ class Engine:
                 min(len(group) for group in ids),
             )
             return False
+        # The request's own references protect the blocks until ``take`` adds ours.
         holding = self.ledger.insert(
+            self.content.chain(request, request.all_token_ids[:tokens]),
+            ids,
             request_id=request.request_id,
-            chain=self.content.chain(request, request.all_token_ids[:tokens]),
-            block_ids=ids,
             purpose=Purpose.HANDOFF if handoff else Purpose.RETAINED,
             tenant=request.cache_salt or "",
             nbytes=sum(map(len, ids)) * self.block_nbytes,
@@ -159,20 +164,12 @@ class Engine:
     def decide(self, question: PullQuestion) -> Decision:
         return self.recompute.decide(question)
 
-    def load(self) -> float:
-        """How busy the engine is: requests in the last step."""
-        return float(self.running)
-
-    def observe_step(self, output: SchedulerOutput) -> None:
-        self.running = len(output.num_scheduled_tokens)
-
     def observe_transfer(
-        self, *, peer: str, direction: str, report: PullReport, total_s: float
+        self, *, peer: str, report: PullReport, total_s: float
     ) -> None:
         """Teach the recompute policy what a pull really cost."""
         self.recompute.observe_transfer(
             peer=peer,
-            direction=direction,
             nbytes=report.nbytes,
             descriptors=report.descriptors,
             seconds=total_s,
@@ -190,6 +187,7 @@ class Engine:
 
     def close(self) -> None:
         self.control.close(timeout_s=2.0)
+        self.recompute.close()
 
 
 def open_worker(
@@ -208,9 +206,19 @@ def open_worker(
         agent_name=f"{transfer.engine_id}.{rank}.{secrets.token_hex(4)}",
         rank=rank,
         config=config,
-        fingerprint=EngineIdentity("", "", facts).digest(),
+        fingerprint=agent_fingerprint(EngineIdentity("worker", facts)),
         boot_id=boot_id(),
     )
+
+
+def agent_fingerprint(identity: EngineIdentity) -> bytes:
+    """What agents compare before they import each other: 16 bytes for all facts."""
+    return hashlib.blake2b(identity.fingerprint_bytes(), digest_size=16).digest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what touches the wire; exchanged and shown, not compared."""
+    return {name: importlib.metadata.version(name) for name in ("kvtransport", "pyzmq", "msgspec")}
 
 
 def computed_tokens(request: Request) -> int:
@@ -240,7 +248,9 @@ def retention_options(config: AdapterConfig) -> dict[str, Any]:
 
 
 def recompute_options(config: AdapterConfig) -> dict[str, Any]:
-    """The recompute policy's own settings, with upstream's threshold as fallback."""
+    """The recompute policy's own settings; upstream's key is their threshold."""
+    if config.recompute in ("always_pull", "never_pull"):
+        return dict(config.recompute_config)
     return {"kv_recompute_threshold": config.kv_recompute_threshold, **config.recompute_config}
 
 

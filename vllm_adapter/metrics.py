@@ -65,8 +65,8 @@ COUNTERS = (
 )
 GAUGES = (
     Series("kvtransport_holdings", "Holdings kept now.", ("purpose",)),
-    Series("kvtransport_held_blocks", "KV blocks referenced by holdings.", ("purpose",)),
-    Series("kvtransport_held_bytes", "Bytes of these blocks, all ranks.", ("purpose",)),
+    Series("kvtransport_retained_blocks", "Distinct KV blocks of retained holdings."),
+    Series("kvtransport_retained_bytes", "Bytes of retained holdings, all ranks."),
     Series("kvtransport_retention_budget_blocks", "Blocks that retained holdings may take."),
     Series("kvtransport_leases", "Live leases granted to peers."),
     Series("kvtransport_quarantined_blocks", "Blocks kept out of use for safety."),

@@ -29,8 +29,14 @@ class TransferParams:
     reuse: bool = True
     address: str = ""
     address_token: str = ""
+    """Proof, made with the cluster secret, that ``address`` may be contacted."""
     refused: tuple[str, ...] = ()
     """Keys whose values were not usable and were ignored."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Whom to ask, by names that the control plane checks; empty: everybody."""
+        return tuple(name for name in (self.engine_id, *self.ask) if name)
 
 
 def parse(raw: Any) -> TransferParams:

@@ -26,6 +26,7 @@ import numpy as np
 from kvtransport.policy.recompute import PullQuestion
 from kvtransport_vllm import outcomes, params
 from kvtransport_vllm.meta import PeerKey, PullJob, StepMetadata, StepReport
+from kvtransport_vllm.steps import waiting_tokens
 from kvtransport_vllm.telemetry import Telemetry
 from kvtransport_vllm.turns import Phase, Turn
 
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvtransport.lease.held import HeldLease
     from kvtransport_vllm.engine import Engine
     from kvtransport_vllm.meta import BlockIds, PullReport
     from kvtransport_vllm.params import TransferParams
+    from kvtransport_vllm.stats import TransportStats
 
 logger = logging.getLogger("kvtransport.vllm.scheduler")
 
@@ -52,6 +55,7 @@ class SchedulerSide:
         self._turns: dict[str, Turn] = {}
         self._to_start: list[PullJob] = []
         self._announced: set[PeerKey] = set()
+        self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._watermark_blocks = 0
         self.telemetry = Telemetry(engine)
@@ -64,6 +68,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Start the lookup at once, so that it runs while the request queues."""
+        self._live[request.request_id] = request
         wanted = params.parse(request.kv_transfer_params)
         if wanted.refused:
             self.telemetry.refused_params(request.request_id, wanted.refused)
@@ -96,11 +101,10 @@ class SchedulerSide:
     def _look_up(self, turn: Turn, wanted: TransferParams) -> None:
         request = turn.request
         handoff = wanted.remote_request_id if wanted.remote_prefill else ""
-        ask = [wanted.engine_id] if wanted.engine_id else list(wanted.ask)
         self._engine.admit_address(wanted)
         turn.lookup = self._engine.control.lookup(
             self._engine.content.chain(request, request.all_token_ids),
-            ask=ask or None,
+            ask=wanted.targets or None,
             handoff_request_id=handoff,
             deadline_s=self._engine.config.lookup_timeout_s,
         )
@@ -172,10 +176,22 @@ class SchedulerSide:
             local_tokens=turn.local_tokens,
             descriptors=runs * self._engine.tables,
             nbytes=len(remote) * self._engine.block_nbytes,
-            peer=turn.lease.peer.engine_id,
+            peer=peer_name(turn.lease),
             direction=turn.direction,
-            load=self._engine.load(),
+            load_tokens=waiting_tokens(self._live.values(), turn.request),
+            queued_nbytes=self._queued_nbytes(turn.lease),
         )
+
+    def _queued_nbytes(self, lease: HeldLease) -> int:
+        """Bytes already being pulled from the same engine."""
+        blocks = sum(
+            len(turn.destination[0])
+            for turn in self._turns.values()
+            if turn.phase is Phase.LOADING
+            and turn.lease is not None
+            and turn.lease.peer is lease.peer
+        )
+        return blocks * self._engine.block_nbytes
 
     def _span(self, local_tokens: int, tokens: int) -> tuple[int, int]:
         block = self._engine.block_tokens
@@ -225,7 +241,7 @@ class SchedulerSide:
             self._waiting.pop(request_id, None)
         self._relieve_waiting()
         self._held.sweep()
-        self._engine.observe_step(output)
+        self._engine.steps.began(output, self._live)
         pulls, self._to_start = self._to_start, []
         meta = StepMetadata(pulls=pulls, boot_id=self._engine.boot_id)
         for turn in self._turns.values():
@@ -239,14 +255,14 @@ class SchedulerSide:
     def _announce_peers(self, meta: StepMetadata) -> None:
         """Tell workers about engines they don't know yet, before a pull needs them."""
         live = {
-            PeerKey(peer.engine_id, peer.incarnation): peer.agents
+            PeerKey(peer.engine_id, peer.incarnation): dict(peer.agents)
             for peer in self._engine.control.engines()
         }
         for turn in self._turns.values():
             # A pull's own peer counts even when the control plane lost it meanwhile.
             if turn.phase is Phase.LOADING and turn.lease is not None:
                 peer = turn.lease.peer
-                live.setdefault(PeerKey(peer.engine_id, peer.incarnation), peer.agents)
+                live.setdefault(PeerKey(peer.engine_id, peer.incarnation), dict(peer.agents))
         for key, agents in live.items():
             if key not in self._announced:
                 meta.peers[key] = agents
@@ -270,7 +286,7 @@ class SchedulerSide:
 
     def has_pending_block_frees(self) -> bool:
         """Give blocks up before vLLM preempts anybody; whether any were given."""
-        running = max(1, self._engine.running)
+        running = max(1, self._engine.steps.requests)
         return self._held.make_room(self._held.free_blocks + running)
 
     # -- transfers end -----------------------------------------------------
@@ -313,8 +329,7 @@ class SchedulerSide:
     def _learn(self, turn: Turn, report: PullReport) -> None:
         assert turn.lease is not None  # noqa: S101  # a pull has one
         self._engine.observe_transfer(
-            peer=turn.lease.peer.engine_id,
-            direction=turn.direction,
+            peer=peer_name(turn.lease),
             report=report,
             total_s=time.monotonic() - turn.loading_since_s,
         )
@@ -326,6 +341,7 @@ class SchedulerSide:
     ) -> dict[str, Any] | None:
         """Hold the finished request's KV; what P's answer tells D, if it is P's."""
         self._waiting.pop(request.request_id, None)
+        self._live.pop(request.request_id, None)
         turn = self._turns.get(request.request_id)
         if turn is not None and turn.phase is Phase.LOADING:
             # vLLM keeps the blocks until the workers report; so do we the turn.
@@ -360,11 +376,24 @@ class SchedulerSide:
         turn.settle(outcome, delivered=turn.direction == "prefill_to_decode")
         self.telemetry.settled(turn)
 
+    def step_ended(self) -> TransportStats | None:
+        """The step's output is processed: learn from it, yield what was counted."""
+        self._engine.steps.ended()
+        return self.telemetry.take(self._turns.values())
+
     def reset_cache(self) -> bool:
         return self._held.reset()
+
+    def set_ranks(self, blobs: dict[tuple[int, int], bytes]) -> None:
+        self._engine.set_ranks(blobs)
 
     def shutdown(self) -> None:
         for turn in self._turns.values():
             turn.settle(outcomes.ABORTED)
         self._turns.clear()
         self._engine.close()
+
+
+def peer_name(lease: HeldLease) -> str:
+    """How policies name a peer: a restarted engine is another one."""
+    return f"{lease.peer.engine_id}/{lease.peer.incarnation}"

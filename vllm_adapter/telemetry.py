@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvtransport_vllm import outcomes
@@ -31,6 +32,8 @@ _LOOKUP_OUTCOMES = {
     "refused": outcomes.LEASE_REFUSED,
     "incompatible": outcomes.INCOMPATIBLE,
 }
+
+PEER_STATES = ("connecting", "not_ready", "connected", "incompatible", "down")
 
 
 class Telemetry:
@@ -116,12 +119,15 @@ class Telemetry:
 
     # -- what an interval yields -------------------------------------------
 
-    def take(self) -> TransportStats | None:
-        """Counts since the last call, with the gauges of now."""
+    def take(self, turns: Iterable[Turn]) -> TransportStats | None:
+        """Counts since the last call with the gauges of now; None when nothing happens."""
         self._count_holdings()
-        if self._stats.is_empty():
+        now = time.monotonic()
+        ages = [now - t.loading_since_s for t in turns if t.phase is Phase.LOADING]
+        if self._stats.is_empty() and not ages:
             return None
         self._gauges()
+        self._stats.gauge("kvtransport_oldest_pull_age_seconds", max(ages, default=0.0))
         stats, self._stats = self._stats, TransportStats()
         return stats
 
@@ -145,20 +151,18 @@ class Telemetry:
 
     def _gauges(self) -> None:
         engine = self._engine
-        totals = engine.ledger.totals()
-        for purpose, (holdings, blocks, nbytes) in totals.by_purpose.items():
-            self._stats.gauge(series("kvtransport_holdings", purpose=purpose), holdings)
-            self._stats.gauge(series("kvtransport_held_blocks", purpose=purpose), blocks)
-            self._stats.gauge(series("kvtransport_held_bytes", purpose=purpose), nbytes)
-        self._stats.gauge("kvtransport_leases", totals.leases)
-        self._stats.gauge("kvtransport_retention_budget_blocks", totals.budget_blocks)
-        self._stats.gauge("kvtransport_quarantined_blocks", engine.held.quarantined_blocks)
-
-    def oldest_pull(self, turns: Iterable[Turn]) -> None:
-        now = time.monotonic()
-        ages = [now - t.loading_since_s for t in turns if t.phase is Phase.LOADING]
-        if ages:
-            self._stats.gauge("kvtransport_oldest_pull_age_seconds", max(ages))
+        now = engine.ledger.snapshot()
+        gauge = self._stats.gauge
+        gauge(series("kvtransport_holdings", purpose="retained"), now["retained"])
+        gauge(series("kvtransport_holdings", purpose="handoff"), now["handoffs"])
+        gauge("kvtransport_retained_blocks", now["retained_blocks"])
+        gauge("kvtransport_retained_bytes", now["retained_nbytes"])
+        gauge("kvtransport_retention_budget_blocks", now["budget_blocks"])
+        gauge("kvtransport_leases", now["leases"])
+        gauge("kvtransport_quarantined_blocks", engine.held.quarantined_blocks)
+        states = Counter(peer.state for peer in engine.control.peers())
+        for state in PEER_STATES:
+            gauge(series("kvtransport_peers", state=state), states[state])
 
     def close(self) -> None:
         if self._log is not None:

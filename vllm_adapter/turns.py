@@ -22,7 +22,7 @@ from kvtransport_vllm import outcomes
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvtransport.lease.client import HeldLease, Lookup
+    from kvtransport.lease.held import HeldLease, Lookup
     from kvtransport_vllm.meta import BlockIds, PullReport
 
 Direction = Literal["prefill_to_decode", "decode_to_prefill"]
@@ -73,10 +73,10 @@ class Turn:
         self.phase = Phase.SETTLED
         self.outcome = outcome
         if self.lookup is not None:
-            self.lookup.abandon()
+            self.lookup.cancel()
             self.lookup = None
         if self.lease is not None:
-            self.lease.release(delivered=delivered)
+            self.lease.release(delivered)
 
     def summary(self) -> dict[str, Any]:
         """What a router or an operator may see of it; no content, no addresses."""

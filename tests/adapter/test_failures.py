@@ -11,7 +11,7 @@ import pytest
 
 from kvtransport import errors
 from kvtransport_vllm import outcomes
-from tests.adapter.sim import Sim, SimPair, reference
+from support.sim import Sim, SimPair, reference
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -32,14 +32,8 @@ def retained(pairs: list[SimPair], **p: Any) -> tuple[SimPair, list[int]]:
     pairs.append(pair)
     prompt = tokens(300)
     answer, _ = pair.turn(prompt, max_tokens=40)
-    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.p.empty()
     return pair, prompt + answer + tokens(30, seed=1)
-
-
-def last_outcomes(sim: Sim) -> dict[str, float]:
-    counters = sim.side.telemetry._stats.data["counters"]  # noqa: SLF001
-    prefix = "kvtransport_outcomes_total|direction=decode_to_prefill|outcome="
-    return {k.removeprefix(prefix): v for k, v in counters.items() if k.startswith(prefix)}
 
 
 class FailingReads:
@@ -78,7 +72,8 @@ def test_failed_pull_is_recomputed(
     assert answer == reference(prompt, 8)
     assert turn["outcome"] == outcome
     assert turn["pulled_tokens"] == 0
-    assert last_outcomes(pair.p)[outcome] == 1
+    counted = pair.p.counted("kvtransport_outcomes_total", outcome=outcome)
+    assert counted == 1
     assert not pair.p.scheduler.requests
 
 
@@ -132,6 +127,7 @@ def test_abort_frees_everything_once(pairs: list[SimPair], when: str) -> None:
     pair, prompt = retained(pairs)
     before = pair.p.free_blocks
     pair.p.add("victim", prompt, max_tokens=5, params={"do_remote_decode": True})
+    pair.p.hold_results = when == "loading"
     if when == "loading":
         pair.p.run(lambda: _phase(pair.p, "victim") == "loading")
     elif when == "ended":
@@ -139,14 +135,13 @@ def test_abort_frees_everything_once(pairs: list[SimPair], when: str) -> None:
     elif when == "running":
         pair.p.run(lambda: bool(pair.p.answers["victim"]))
     pair.p.abort("victim")
+    pair.p.step()
+    # The blocks of a read that has not ended stay out of use.
+    assert bool(pair.p.scheduler.requests) == (when == "loading")
+    pair.p.hold_results = False
     pair.p.run()
-    for _ in range(200):
-        pair.p.step()
-        if not pair.p.scheduler.requests:
-            break
-        time.sleep(0.005)
     assert not pair.p.scheduler.requests
-    assert pair.p.scheduler.reset_prefix_cache(reset_connector=True)
+    pair.p.empty()
     assert pair.p.free_blocks == before
     answer, _ = pair.turn(prompt)
     assert answer == reference(prompt, 8)
@@ -172,27 +167,20 @@ def test_random_aborts_leak_nothing(pairs: list[SimPair], seed: int) -> None:
         role = {"do_remote_decode": True} if sim is pair.p else {"do_remote_prefill": True}
         sim.add(name, prompt, max_tokens=1 if sim is pair.p else rng.randrange(1, 30), params=role)
         for _ in range(rng.randrange(0, 6)):
-            rng.choice([pair.p, pair.d]).step()
+            side = rng.choice([pair.p, pair.d])
+            side.hold_results = rng.random() < 0.5
+            side.step()
         if rng.random() < 0.5:
             victim = rng.choice(list(live))
             for side in (pair.p, pair.d):
                 if victim in side.scheduler.requests:
                     side.abort(victim)
     for side in (pair.p, pair.d):
+        side.hold_results = False
         side.run(timeout_s=30)
-        assert side.scheduler.reset_prefix_cache(reset_connector=True) or _await_empty(side)
+    for side in (pair.p, pair.d):
+        side.empty()
         assert side.free_blocks == side.cache.num_blocks - 1
         for name, answer in side.answers.items():
             if side.finished.get(name) == "length":
                 assert answer == reference(live[name], len(answer))
-
-
-def _await_empty(sim: Sim, timeout_s: float = 15.0) -> bool:
-    """Leases of readers that went away end by themselves."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        sim.step()
-        if sim.scheduler.reset_prefix_cache(reset_connector=True):
-            return True
-        time.sleep(0.05)
-    return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.adapter.sim import BLOCK, Sim, reference
+from support.sim import BLOCK, Sim, reference
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -91,7 +91,7 @@ def test_preemptions_equal_with_and_without_retention(engines: list[Sim], seed: 
 def test_every_reference_comes_back(engines: list[Sim]) -> None:
     sim = small(engines, retention="ttl", blocks=61)
     burst(sim, 4)
-    assert sim.scheduler.reset_prefix_cache(reset_connector=True)
+    sim.empty()
     assert sim.free_blocks == sim.cache.num_blocks - 1
 
 

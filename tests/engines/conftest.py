@@ -62,7 +62,13 @@ def random_model() -> Path:
 @pytest.fixture(scope="session")
 def pair(random_model, engine_logs):
     """Prefill and decode engine with the connector over the host backend."""
-    with EnginePair(PairSpec(model=random_model, logs=engine_logs / "pair")) as running:
+    # Development mode has the call that empties the prefix cache.
+    spec = PairSpec(
+        model=random_model,
+        logs=engine_logs / "pair",
+        common={"env": {"VLLM_SERVER_DEV_MODE": "1"}},
+    )
+    with EnginePair(spec) as running:
         yield running.start()
 
 

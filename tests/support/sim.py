@@ -40,8 +40,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvtransport_vllm.connector import KVTransportConnector
-from kvtransport_vllm.engine import boot_id
+from kvtransport_vllm.engine import agent_fingerprint, boot_id
 from kvtransport_vllm.launch import RandomModelSpec, prepare_random_model
+from kvtransport_vllm.stats import TransportStats, split_series
 from kvtransport_vllm.worker import WorkerSide
 
 BLOCK = 16
@@ -119,6 +120,7 @@ class Sim:
             prefix_caching, max_batched_tokens, max_model_len, max_seqs, connector, extra
         )
         self.cache = cache_config(blocks)
+        self.vllm_config.cache_config.num_gpu_blocks = blocks
         self.scheduler = Scheduler(
             self.vllm_config,
             self.cache,
@@ -132,9 +134,13 @@ class Sim:
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}
         self.preemptions = 0
+        self.hold_results = False
+        """Keep what the worker has to report, as if transfers took longer."""
         self.worker: WorkerSide | None = None
+        self.stats = TransportStats()
         if connector:
             self._open_worker(blocks)
+            self._tap_stats()
 
     def _config(
         self,
@@ -175,7 +181,7 @@ class Sim:
             agent_name=f"{engine.identity.engine_id}.0",
             rank=0,
             config=engine.config,
-            fingerprint=engine.identity.digest(),
+            fingerprint=agent_fingerprint(engine.identity),
             boot_id=boot_id(),
         )
         self.tensor = torch.from_numpy(self.kv.view(np.uint8).reshape(-1))
@@ -184,6 +190,27 @@ class Sim:
         handshake = self.worker.handshake()
         assert handshake is not None
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+
+    def counted(self, name: str, **labels: str) -> float:
+        """A counter's total so far, over all series that have these labels."""
+        total = 0.0
+        for key, value in self.stats.data["counters"].items():
+            found, found_labels = split_series(key)
+            if found == name and labels.items() <= found_labels.items():
+                total += value
+        return total
+
+    def _tap_stats(self) -> None:
+        """Keep what the scheduler takes from the connector after each step."""
+        take = self.connector.get_kv_connector_stats
+
+        def tapped() -> Any:
+            stats = take()
+            if stats is not None:
+                self.stats.aggregate(stats)
+            return stats
+
+        self.connector.get_kv_connector_stats = tapped  # type: ignore[method-assign]
 
     @property
     def connector(self) -> KVTransportConnector:
@@ -237,6 +264,14 @@ class Sim:
 
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
+    def empty(self, timeout_s: float = 15.0) -> None:
+        """Empty the prefix cache and everything held; leases may have to end first."""
+        end = time.monotonic() + timeout_s
+        while not self.scheduler.reset_prefix_cache(reset_connector=True):
+            assert time.monotonic() < end, f"{self.name} still holds blocks"
+            self.step()
+            time.sleep(0.05)
+
     # -- one step ----------------------------------------------------------
 
     def step(self) -> SchedulerOutput:
@@ -261,7 +296,7 @@ class Sim:
         return output
 
     def _connector_output(self) -> KVConnectorOutput | None:
-        if self.worker is None:
+        if self.worker is None or self.hold_results:
             return None
         finished, failed = self.worker.results()
         return KVConnectorOutput(

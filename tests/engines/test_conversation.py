@@ -1,0 +1,119 @@
+"""Conversations on a real vLLM pair: same tokens as one plain engine, KV both ways."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvtransport_vllm.launch import Engine, EnginePair
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+_FIRST, _LAST = 0x20, 0x7E
+
+
+def text(length: int, seed: int) -> list[int]:
+    """Tokens of the random model: one per printable byte."""
+    return [random.Random(f"{seed}:{i}").randint(_FIRST, _LAST) for i in range(length)]
+
+
+def ids(answer) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+def turn(pair: EnginePair, prompt: list[int], *, max_tokens: int = 24, **body):
+    """One turn the way a P/D router does it: the answer and P's account of the turn."""
+    params = dict(PREFILL) | body.pop("kv", {})
+    first = pair.prefill.complete(prompt, max_tokens=1, kv_transfer_params=params, **body)
+    handoff = first["kv_transfer_params"]
+    answer = pair.decode.complete(
+        prompt, max_tokens=max_tokens, kv_transfer_params=handoff, **body
+    )
+    assert ids(answer)[0] == ids(first)[0]
+    return ids(answer), handoff["kvt_turn"]
+
+
+def forget(pair: EnginePair, engine: Engine | None = None) -> None:
+    """Empty an engine's prefix cache, so that what it reuses was pulled."""
+    (engine or pair.prefill).reset_prefix_cache()
+
+
+def test_four_turns_same_tokens_and_pulled_history(pair, reference):
+    prompt = text(400, 1)
+    for number in range(4):
+        forget(pair)
+        answer, account = turn(pair, prompt)
+        assert answer == ids(reference.complete(prompt, max_tokens=24))
+        if number:
+            # All of the history but the last answer's last token, which D never computed.
+            assert account["pulled_tokens"] == len(prompt) - 30 - 1
+            assert account["outcome"] == "pulled"
+        prompt = prompt + answer + text(30, 100 + number)
+
+
+def test_prefix_cache_of_prefill_engine_is_not_pulled_again(pair, reference):
+    prompt = text(400, 2)
+    answer, _ = turn(pair, prompt, max_tokens=100)
+    prompt = prompt + answer + text(30, 3)
+    answer, account = turn(pair, prompt)
+    assert answer == ids(reference.complete(prompt, max_tokens=24))
+    assert account["local_tokens"] == 384
+    assert account["pulled_tokens"] == 400 + 99 - 384
+
+
+EDITS = {
+    "cut from the middle": lambda h: h[:100] + h[190:],
+    "one token changed": lambda h: [*h[:137], _FIRST if h[137] != _FIRST else _LAST, *h[138:]],
+    "line inserted first": lambda h: text(40, 9) + h,
+    "same length, different text": lambda h: text(len(h), 10),
+}
+COMMON = dict(zip(EDITS, (100, 137, 0, 0), strict=True))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_history_gives_the_answer_of_the_edit(pair, reference, edit):
+    prompt = text(320, sum(map(ord, edit)))
+    answer, _ = turn(pair, prompt)
+    prompt = EDITS[edit](prompt + answer) + text(30, 11)
+    forget(pair)
+    answer, account = turn(pair, prompt)
+    assert answer == ids(reference.complete(prompt, max_tokens=24))
+    common = COMMON[edit] // 16 * 16
+    assert account["pulled_tokens"] == (common if common >= 64 else 0)
+
+
+def test_whole_prompt_retained_elsewhere(pair, reference):
+    prompt = text(300, 12)
+    answer, _ = turn(pair, prompt)
+    forget(pair)
+    again = (prompt + answer)[:-1]
+    tokens, account = turn(pair, again)
+    assert tokens == ids(reference.complete(again, max_tokens=24))
+    assert account["recomputed_tokens"] == 1
+
+
+def test_tenants_with_one_text_share_nothing(pair):
+    prompt = text(300, 13)
+    turn(pair, prompt, cache_salt="tenant-a")
+    forget(pair)
+    _, account = turn(pair, prompt, cache_salt="tenant-b")
+    assert account["pulled_tokens"] == 0
+    forget(pair)
+    _, account = turn(pair, prompt, cache_salt="tenant-a")
+    assert account["pulled_tokens"] > 200
+
+
+def test_counters_balance(pair):
+    prompt = text(300, 14)
+    turn(pair, prompt)
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        for engine in pair.engines:
+            values = engine.metrics()
+            attempts = values.get("kvtransport_attempts_total", 0)
+            assert attempts == values.get("kvtransport_outcomes_total", 0)
+        if all(e.metrics().get("kvtransport_attempts_total") for e in pair.engines):
+            return
+        time.sleep(0.2)
+    pytest.fail("no counters on /metrics")

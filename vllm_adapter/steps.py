@@ -1,0 +1,79 @@
+"""How long this engine's own steps take, and how much work waits for them.
+
+The recompute policy prices computing with these observations.  Times are taken
+in the scheduler's thread, from the plan of a step to its processed output; with
+steps in flight one behind another, a step's time begins where the previous
+one's ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvtransport.policy.recompute import RecomputePolicy
+
+_MOST_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    began_s: float
+    tokens: int
+    context_tokens: int
+    prefill: bool
+
+
+class StepClock:
+    """Follows one engine's steps.  Scheduler thread only."""
+
+    def __init__(self, policy: RecomputePolicy) -> None:
+        self._policy = policy
+        self._in_flight: deque[Step] = deque(maxlen=_MOST_IN_FLIGHT)
+        self._last_end_s = 0.0
+        self.requests = 0
+        """Requests in the latest step."""
+
+    def began(self, output: SchedulerOutput, live: dict[str, Request]) -> None:
+        """A step was planned; ``num_computed_tokens`` are still those before it."""
+        scheduled = output.num_scheduled_tokens
+        self.requests = len(scheduled)
+        context, prefill = 0, False
+        for request_id, count in scheduled.items():
+            request = live.get(request_id)
+            if request is not None:
+                context += request.num_computed_tokens
+                prefill = prefill or count > 1
+        self._in_flight.append(
+            Step(time.monotonic(), output.total_num_scheduled_tokens, context, prefill)
+        )
+
+    def ended(self) -> None:
+        """The oldest step's output was processed."""
+        if not self._in_flight:
+            return
+        step = self._in_flight.popleft()
+        now = time.monotonic()
+        seconds = now - max(step.began_s, self._last_end_s)
+        self._last_end_s = now
+        # Steps of single tokens say nothing about the cost of a prompt.
+        if step.prefill and step.tokens:
+            self._policy.observe_step(
+                tokens=step.tokens, context_tokens=step.context_tokens, seconds=seconds
+            )
+
+
+def waiting_tokens(live: Iterable[Request], besides: Request) -> int:
+    """Prompt tokens that other requests on this engine still have to compute."""
+    return sum(
+        max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        for request in live
+        if request is not besides
+    )

@@ -29,7 +29,7 @@ from typing import Any, Self
 from kvtransport import edge, lifetime, registry
 from kvtransport.backend import Backend, Op
 from kvtransport.capabilities import Capabilities
-from kvtransport.config import backend_config, decode
+from kvtransport.config import backend_config, resolve
 from kvtransport.ending import drain_until, release_all
 from kvtransport.errors import (
     BackendUnavailableError,
@@ -88,7 +88,7 @@ class Agent:
         self.options = (
             options
             if isinstance(options, AgentOptions)
-            else decode(AgentOptions, options or {}, where="agent options")
+            else resolve(AgentOptions, "agent", argument=options).config
         )
         self.fingerprint = fingerprint
         self.incarnation = token_bytes(INCARNATION_BYTES)

@@ -31,7 +31,7 @@ class Progress:
         events: EventQueue,
         counters: Counters,
     ) -> None:
-        self._poll = backend.poll
+        self._backend = backend
         self._inflight = inflight
         self._peers = peers
         self._events = events
@@ -39,7 +39,7 @@ class Progress:
 
     def step(self) -> None:
         """Progress without blocking; raises only what the backend's poll raises."""
-        for event in edge.call(self._poll):
+        for event in edge.call(self._backend.poll):
             if type(event) is Completion:
                 self._inflight.complete(event)
             else:

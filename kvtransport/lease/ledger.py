@@ -401,7 +401,7 @@ class Ledger:
     def _best(self, chain: bytes, handoff_request_id: str) -> tuple[Holding | None, int]:
         node, groups = self._index.find(chain)
         handoff = self._handoffs.get(handoff_request_id) if handoff_request_id else None
-        if handoff is not None and handoff.ending is None:
+        if handoff is not None:
             shared = common_groups(handoff.chain, chain)
             if shared >= groups:
                 return handoff, shared
@@ -476,8 +476,14 @@ class Ledger:
             return
         if holding.ending is None:
             holding.ending = reason
+        self._hide(holding)
+
+    def _hide(self, holding: Holding) -> None:
+        """Nobody finds the holding any more."""
         self._index.remove(holding)
         self._expiries.discard(holding)
+        if holding.purpose is Purpose.HANDOFF and self._handoffs.get(holding.request_id) is holding:
+            del self._handoffs[holding.request_id]
 
     def _drop(self, holding: Holding, reason: DropReason, now: float) -> int:
         """Hand the holding to ``collect``; returns how many blocks nobody retains now."""
@@ -485,14 +491,11 @@ class Ledger:
         if holding.purpose is Purpose.RETAINED:
             freed = self._retained.forget(holding)
             self._retained.note_end(holding, now)
-        elif self._handoffs.get(holding.request_id) is holding:
-            del self._handoffs[holding.request_id]
         self._take_out(holding, reason)
         return freed
 
     def _take_out(self, holding: Holding, reason: DropReason) -> None:
         del self._holdings[holding.holding_id]
-        self._index.remove(holding)
-        self._expiries.discard(holding)
+        self._hide(holding)
         self._dropped.append(Dropped(holding, reason))
         self.counters[f"dropped.{reason.value}"] += 1

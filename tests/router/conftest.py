@@ -120,7 +120,8 @@ class EngineProcess(Server):
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.port = int(self.process.stdout.readline())
+        with self.process.stdout as pipe:
+            self.port = int(pipe.readline())
 
     def behave(self, **behaviour) -> None:
         self.post("/_behave", behaviour)

@@ -197,7 +197,7 @@ def main() -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, int(port)))
     listener.listen(512)
-    print(listener.getsockname()[1], flush=True)
+    print(listener.getsockname()[1], flush=True)  # noqa: T201 - for whoever started it
     config = uvicorn.Config(Engine(name), log_level="error", lifespan="off", ws="none")
     asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 

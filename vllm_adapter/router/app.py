@@ -140,7 +140,7 @@ class Router:
         if self._in_flight > self._limits.max_in_flight:
             raise RequestRefusedError(
                 503,
-                f"{self._limits.max_in_flight} requests are under way (--max-in-flight); "
+                f"{self._limits.max_in_flight} requests are under way (--limit max-in-flight); "
                 "try again later",
             )
         limits = self._limits

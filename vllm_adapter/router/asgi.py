@@ -54,7 +54,8 @@ async def read_body(receive: Receive, *, limit: int, timeout_s: float) -> bytes:
                 size += len(part)
                 if size > limit:
                     raise RequestRefusedError(
-                        413, f"the request body is larger than {limit} bytes (--max-body-bytes)"
+                        413,
+                        f"the request body is larger than {limit} bytes (--limit max-body-bytes)",
                     )
                 parts.append(part)
                 if not message.get("more_body"):

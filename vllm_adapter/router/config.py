@@ -31,6 +31,7 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _FIELD = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,3}")
 _FRAGMENT = re.compile(r"dp-rank=(\d{1,5})")
 _MIN_SECRET = 16
+_REDIS = ("redis://", "rediss://", "unix://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,12 @@ class RouterConfig:
                 f"--affinity-entries is {self.affinity_entries} and --max-skew is "
                 f"{self.max_skew}; the first must be at least 1, the second at least 0"
             )
+        if self.redis_url and not self.redis_url.startswith(_REDIS):
+            raise ConfigError(
+                f"--redis-url is {self.redis_url!r}; write redis://HOST:PORT, rediss:// or unix://"
+            )
+        if not 0 < self.redis_timeout_s < float("inf"):
+            raise ConfigError(f"--redis-timeout is {self.redis_timeout_s}; give seconds above 0")
         if len(self.secret) < _MIN_SECRET:
             raise ConfigError(
                 f"the router secret has {len(self.secret)} bytes; give at least {_MIN_SECRET}"

@@ -99,7 +99,7 @@ class DecodeLeg:
             answer = await leg.collect(timeout_s=timeout_s, first=first)
             raise fault(leg.engine, answer)
         if ok and not first:
-            raise EngineLostError(
+            raise EngineFaultError(
                 f"{leg.engine.name} answered {leg.status} without content", engine=leg.engine.name
             )
         if ok:

@@ -23,6 +23,7 @@ This package is also the smallest complete backend to learn from:
 ``_channel.py``    asking a peer that serves us
 ``_lane.py``       one thread per peer that carries out its transfers
 ``_vectors.py``    scatter lists over raw addresses
+``_wake.py``       waking a thread that sleeps in poll
 ``_sys.py``        the system calls that Python has no function for
 =================  ========================================================
 """

@@ -15,7 +15,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-from kvtransport.errors import HandshakeTimeoutError, PeerLostError
+from kvtransport.errors import HandshakeTimeoutError, KVTransportError, PeerLostError
 
 _MAGIC = b"KVTHOST1"
 _NONCE_BYTES = 16
@@ -83,12 +83,14 @@ def call(sock: socket.socket, own: Credentials, peer_token: bytes, timeout_s: fl
         greeting = _receive(sock, GREETING_BYTES, end)
         challenge = greeting[len(_MAGIC) :]
         if not greeting.startswith(_MAGIC):
-            raise PeerLostError("something that is no host agent answers there", backend="host")
+            raise _stranger()
         nonce = os.urandom(_NONCE_BYTES)
         proof = _proof(peer_token, b"client", challenge, nonce)
         own_proof = _proof(own.token, b"self", challenge)
         sock.sendall(_REPLY.pack(own.agent_id, nonce, proof, own_proof, own.guard_address))
         answer = _receive(sock, _PROOF_BYTES, end)
+    except KVTransportError:
+        raise  # some of ours are OSErrors too
     except TimeoutError as error:
         raise HandshakeTimeoutError(
             f"the peer did not complete the handshake within {timeout_s:g} s", backend="host"
@@ -101,6 +103,10 @@ def call(sock: socket.socket, own: Credentials, peer_token: bytes, timeout_s: fl
         ) from error
     if not hmac.compare_digest(answer, _proof(peer_token, b"server", challenge, nonce)):
         raise PeerLostError("another agent answers at the peer's address", backend="host")
+
+
+def _stranger() -> PeerLostError:
+    return PeerLostError("something that is no host agent answers there", backend="host")
 
 
 def _receive(sock: socket.socket, nbytes: int, end: float) -> bytes:

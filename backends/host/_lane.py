@@ -8,7 +8,6 @@ one peer run one after the other; copies of all lanes together are limited by
 from __future__ import annotations
 
 import logging
-import os
 import select
 import threading
 from collections import deque
@@ -17,8 +16,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransport.backend import Op
 from kvtransport.errors import (
+    BackendContractError,
     KVTransportError,
     PeerError,
     PeerLostError,
@@ -32,11 +35,14 @@ from kvtransport_backends.host._handshake import Credentials
 from kvtransport_backends.host._job import Job
 from kvtransport_backends.host._plan import Plan
 from kvtransport_backends.host._vm import VmMemory
+from kvtransport_backends.host._wake import Wake
+from kvtransport_backends.host._wire import Status
 from kvtransport_backends.host.config import HostConfig
 
 _log = logging.getLogger("kvtransport.backends.host")
 
 _SLICE_MS = 1000
+_NO_SLOTS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class Events(Protocol):
@@ -44,6 +50,9 @@ class Events(Protocol):
 
     def finish(self, job: Job, error: KVTransportError | None) -> None:
         """The job is over and quiet."""
+
+    def lose(self, job: Job) -> None:
+        """The job ends here, but it cannot be proved quiet."""
 
     def peer_down(self, lane: Lane, error: KVTransportError) -> None:
         """The peer is gone."""
@@ -78,7 +87,7 @@ class Lane:
         self._shared = shared
         self._queue: deque[Job] = deque()
         self._stopping = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name=f"kvt-host-peer-{peer_id}")
         self._thread.daemon = True
         self._thread.start()
@@ -86,7 +95,7 @@ class Lane:
     def submit(self, job: Job) -> None:
         """Queue a job; any thread."""
         self._queue.append(job)
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def read_inline(self, job: Job) -> bool:
         """Carry out a small READ in the calling thread, if the peer's memory is read."""
@@ -105,8 +114,7 @@ class Lane:
     def stop(self) -> None:
         """Tell the thread to end after the chunk it is moving; does not wait."""
         self._stopping = True
-        if self._thread.is_alive():
-            os.eventfd_write(self._wake, 1)
+        self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread; returns whether it ended."""
@@ -115,10 +123,11 @@ class Lane:
 
     def abandon(self) -> None:
         """Let go of every descriptor; all that a forked child may do."""
-        self._close_channel()
+        self._wake.abandon()
+        if self._channel:
+            self._channel.stream.abandon()
         if self.vm:
             self.vm.close()
-        os.close(self._wake)
 
     # -- the thread ------------------------------------------------------
 
@@ -131,7 +140,10 @@ class Lane:
                     self._idle()
             self._fail_queue(PeerLostError("the agent was closed", backend="host"))
         finally:
-            self.abandon()
+            self._close_channel()
+            if self.vm:
+                self.vm.close()
+            self._wake.close()
 
     def _idle(self) -> None:
         """Sleep until a job, the peer's death or the end of its connection."""
@@ -142,8 +154,8 @@ class Lane:
         if self._channel:
             poller.register(self._channel.stream.socket, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(_SLICE_MS)}
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
+        if self._wake.fd in ready:
+            self._wake.clear()
         elif self.vm and self.vm.pidfd in ready:
             self._down(PeerLostError(f"process {self.vm.pid} died", backend="host"))
         elif ready:
@@ -152,9 +164,10 @@ class Lane:
     def _connection_ended(self) -> None:
         """The peer hung up while nothing was asked: find out whether it is gone."""
         self._close_channel()
-        if self.vm and self.vm.alive():
-            return
         try:
+            if self.vm:
+                self.vm.check(_NO_SLOTS, _NO_SLOTS)
+                return
             with self._connected(self._check_stopping):
                 return
         except KVTransportError as error:
@@ -181,10 +194,16 @@ class Lane:
             self._move(job)
         except _ClosingError:
             if job.op is Op.WRITE:
-                return  # not proved quiet: the peer may still be storing a batch
+                self._shared.events.lose(job)  # the peer may still be storing a batch
+                return
             error: KVTransportError = TransferFailedError("the agent was closed", backend="host")
         except (KVTransportError, OSError) as raised:
             error = _translated(raised)
+        except Exception as raised:  # noqa: BLE001  # the edge of the progress loop
+            # A mistake of ours ends this transfer with an error, not the thread.
+            error = BackendContractError(
+                f"{type(raised).__name__}: {raised}", backend="host", native=raised
+            )
         else:
             self._shared.events.finish(job, None)
             return
@@ -227,30 +246,44 @@ class Lane:
         with self._connected(self._check_stopping) as channel:
             for rows, vectors in job.plan.batches():
                 job.check()
-                try:
+                pulled = channel.can_pull
+                with self._patience(channel):
                     channel.write(rows, vectors)
-                except TimeoutError as error:
-                    self._await_end(channel, _translated(error))
-                    raise
+                if pulled and not channel.can_pull:
+                    self._shared.counters.add("pull_refused")
                 name = "vm_write_bytes" if channel.can_pull else "tcp_write_bytes"
                 self._shared.counters.add(name, vectors.total)
 
     def _notify(self, payload: bytes) -> None:
-        with self._connected(self._check_stopping) as channel:
+        with self._connected(self._check_stopping) as channel, self._patience(channel):
             channel.notify(payload)
         self._shared.counters.add("notifications_sent")
 
-    def _await_end(self, channel: Channel, error: KVTransportError) -> None:
-        """Wait until the peer cannot store any more of the batch that it has.
+    @contextmanager
+    def _patience(self, channel: Channel) -> Iterator[None]:
+        """After a stall, wait until the peer cannot act on what it was sent.
 
         It may be frozen with our request in its socket.  Once awake it meets the
-        end of our stream, and closes its own only after its last copy; until
-        then nobody may call this transfer over.
+        end of our stream: an unfinished request is dropped, a finished one is
+        carried out and answered, and its own end comes after its last copy.  Only
+        then may anybody call this transfer over.
         """
-        channel.stream.end_writing()
-        while not (self.vm and not self.vm.alive()) and not channel.stream.ended(_SLICE_MS / 1000):
-            self._check_stopping()
-            self._fail_queue(error)
+        try:
+            yield
+        except TimeoutError as error:
+            lost = _translated(error)
+            channel.stream.end_writing()
+            answer = b""
+            while not (self.vm and not self.vm.alive()):
+                self._check_stopping()
+                self._fail_queue(lost)
+                more = channel.stream.receive_some(_SLICE_MS / 1000)
+                if more == b"":
+                    break
+                answer += more or b""
+            self._close_channel()
+            if answer != bytes((Status.OK,)):
+                raise lost from error
 
     @contextmanager
     def _connected(self, between: Callable[[], None]) -> Iterator[Channel]:

@@ -8,7 +8,6 @@ a connection get a thread of its own.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import struct
@@ -23,6 +22,7 @@ from kvtransport_backends.host._handshake import (
     Credentials,
     ServerHandshake,
 )
+from kvtransport_backends.host._wake import Wake
 
 _log = logging.getLogger("kvtransport.backends.host")
 
@@ -61,7 +61,7 @@ class Listener:
         self._pending: dict[socket.socket, _Pending] = {}
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Wake()
         self._selector.register(self._wake, selectors.EVENT_READ)
         for sock in sockets:
             sock.listen(_BACKLOG)
@@ -73,17 +73,19 @@ class Listener:
     def stop(self, timeout_s: float) -> bool:
         """Stop accepting; returns whether the thread ended in time."""
         self._stopping = True
-        if self._thread.is_alive():
-            os.eventfd_write(self._wake, 1)
-            self._thread.join(timeout_s)
+        self._wake.set()
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
         """Let go of every descriptor; all that a forked child may do."""
+        self._wake.abandon()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         for sock in [*self._pending, *self._sockets]:
             sock.close()
         self._selector.close()
-        os.close(self._wake)
 
     def _run(self) -> None:
         try:
@@ -92,7 +94,8 @@ class Listener:
                     self._ready(key.fileobj)
                 self._expire()
         finally:
-            self.abandon()
+            self._close_sockets()
+            self._wake.close()
 
     def _ready(self, source: object) -> None:
         if not isinstance(source, socket.socket):

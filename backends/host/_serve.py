@@ -80,7 +80,7 @@ class Served:
 
     def abandon(self) -> None:
         """In a forked child: let go of the descriptors, touch nothing else."""
-        self._stream.close()
+        self._stream.abandon()
         if self._source:
             self._source.close()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Stream:
     def __init__(self, sock: socket.socket, stall_timeout_s: float, chunk_bytes: int) -> None:
         sock.setblocking(False)
         self.socket = sock
+        self._closing = threading.Lock()
         self.between: Callable[[], None] = _nothing
         self._stall_timeout_s = stall_timeout_s
         self._chunk_bytes = chunk_bytes
@@ -41,6 +43,11 @@ class Stream:
 
     def close(self) -> None:
         """Only for the thread that uses the stream: the descriptor is freed."""
+        with self._closing:
+            self.socket.close()
+
+    def abandon(self) -> None:
+        """As ``close``, in a forked child, where the lock may never be free."""
         self.socket.close()
 
     def wake(self) -> None:
@@ -49,10 +56,9 @@ class Stream:
         Only reading is ended: the other side must not see an end before our
         thread has made its last copy and closes the socket itself.
         """
-        try:
+        # The lock keeps this from reaching whatever gets the number after ``close``.
+        with self._closing, suppress(OSError):
             self.socket.shutdown(socket.SHUT_RD)
-        except OSError:
-            return  # it was not connected any more
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether something (or the end) arrived within ``timeout_s``."""
@@ -60,21 +66,19 @@ class Stream:
 
     def end_writing(self) -> None:
         """Let the other side see our end after what was sent already."""
-        try:
+        with suppress(OSError):  # gone already, which reading shows
             self.socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            return  # it is gone already, which ``ended`` reports
 
-    def ended(self, timeout_s: float) -> bool:
-        """Whether the other side's end arrived; what it sent before is dropped."""
+    def receive_some(self, timeout_s: float) -> bytes | None:
+        """What arrived within ``timeout_s``: bytes, b"" at the end, None for nothing."""
         if not self.wait_readable(timeout_s):
-            return False
+            return None
         try:
-            return not self.socket.recv(_SCRATCH_BYTES)
+            return self.socket.recv(_SCRATCH_BYTES)
         except BlockingIOError:
-            return False
+            return None
         except OSError:
-            return True
+            return b""
 
     def _wait(self, poller: select.poll) -> None:
         end = time.monotonic() + self._stall_timeout_s

@@ -232,6 +232,10 @@ class HostBackend(Backend):
         cancelled = isinstance(error, TransferCancelledError)
         self._events.append(Completion(job.ticket, error, cancelled))
 
+    def lose(self, job: Job) -> None:
+        """Called by lanes: ``job`` ended in doubt; its memory is the core's to keep."""
+        self._jobs.pop(job.ticket, None)
+
     def peer_down(self, lane: Lane, error: KVTransportError) -> None:
         """Called by lanes: their peer is gone."""
         peer = self._peers.get(lane.peer_id)

@@ -50,7 +50,7 @@ class HostConfig:
     listen: str = "127.0.0.1:0"
     advertise: str = ""
     allow_ptracer: bool = False
-    inline_bytes: int = 256 * 1024
+    inline_bytes: int = _MIB
     chunk_bytes: int = 8 * _MIB
     copy_threads: int = 1
     max_in_flight: int = 1024

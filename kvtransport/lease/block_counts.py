@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtransport.errors import ConfigError
 from kvtransport.lease.runs import BlockIds
 
+_ONE = np.ones(1, dtype=np.int32)
+
 
 class BlockCounts:
-    """Counts per block id; ``distinct`` is the number of blocks with a count."""
+    """Counts per block id; ``distinct`` is the number of blocks with a count.
+
+    ``add`` and ``remove`` take a holding's ids as ``unique`` gives them.
+    """
 
     def __init__(self, capacity: int, null_block: int | None) -> None:
         self._counts = np.zeros(max(1, capacity), dtype=np.int32)
@@ -19,36 +25,43 @@ class BlockCounts:
     def unique(self, rows: tuple[BlockIds, ...]) -> BlockIds:
         """All block ids of a holding without the placeholder block.
 
-        Raises ``ConfigError`` for a negative id.
+        Raises ``ConfigError`` for a negative id; ``add`` and ``remove`` of what
+        is returned can't fail.
         """
         ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if self._null_block is not None:
             ids = ids[ids != self._null_block]
-        if ids.size:
-            # One pass finds both ends: a negative id is a huge unsigned one.
-            top = int(ids.view(np.uint32).max())
-            if top > 0x7FFFFFFF:
-                raise ConfigError("block ids must not be negative")
-            if top >= self._counts.size:
-                grown = np.zeros(top + 1 + top // 4, dtype=np.int32)
-                grown[: self._counts.size] = self._counts
-                self._counts = grown
+        at = _positions(ids)
+        try:
+            self._counts[at]
+        except IndexError:
+            self._grow(int(at.max()))
         return ids
 
-    def add(self, ids: BlockIds) -> int:
-        """Count one more keeper; returns how many blocks had none before."""
-        counts = self._counts[ids]
-        fresh = counts.size - int(np.count_nonzero(counts))
-        counts += 1
-        self._counts[ids] = counts
-        self.distinct += fresh
-        return fresh
+    def add(self, ids: BlockIds) -> None:
+        """Count one more keeper of each block."""
+        at = _positions(ids)
+        counts = self._counts[at]
+        self.distinct += counts.size - int(np.count_nonzero(counts))
+        self._counts[at] = np.add(counts, _ONE, counts)
 
     def remove(self, ids: BlockIds) -> int:
         """Count one keeper less; returns how many blocks have none now."""
-        counts = self._counts[ids]
-        counts -= 1
-        self._counts[ids] = counts
+        at = _positions(ids)
+        counts = self._counts[at]
+        self._counts[at] = np.subtract(counts, _ONE, counts)
         freed = counts.size - int(np.count_nonzero(counts))
         self.distinct -= freed
         return freed
+
+    def _grow(self, top: int) -> None:
+        if top > 0x7FFFFFFF:
+            raise ConfigError("block ids must not be negative")
+        grown = np.zeros(top + 1 + top // 4, dtype=np.int32)
+        grown[: self._counts.size] = self._counts
+        self._counts = grown
+
+
+def _positions(ids: BlockIds) -> NDArray[np.intp]:
+    """Ids as numpy indexes fastest; a negative one becomes huge instead of wrapping round."""
+    return ids.view(np.uint32).astype(np.intp)

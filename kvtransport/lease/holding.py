@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtransport.lease.digest import DIGEST_NBYTES
 from kvtransport.lease.runs import BlockIds
@@ -76,6 +76,8 @@ class Holding:
     returned: bool = field(default=False, repr=False)
     ending: DropReason | None = field(default=None, repr=False)
     node: Node | None = field(default=None, repr=False)
+    timer: int = field(default=0, repr=False)
+    counted: BlockIds | None = field(default=None, repr=False)
 
     @property
     def groups(self) -> int:
@@ -106,9 +108,21 @@ class Grant:
     """All tokens of the holding; the reader sees by it where texts part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """A holding whose block references must be dropped now, exactly once."""
 
     holding: Holding
     reason: DropReason
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A reader's right to read a holding until ``expires_s`` on the owner's clock."""
+
+    lease_id: int
+    holding: Holding
+    reader: str
+    handoff_request_id: str
+    began_s: float
+    expires_s: float
+    timer: int = 0

@@ -37,10 +37,11 @@ from kvtransport.lease.holding import (
     DropReason,
     Grant,
     Holding,
+    Lease,
     Purpose,
     Refusal,
 )
-from kvtransport.lease.prefix_index import PrefixIndex, common_groups
+from kvtransport.lease.prefix_index import Place, PrefixIndex, common_groups
 from kvtransport.lease.retained import Retained
 from kvtransport.lease.runs import BlockIds
 from kvtransport.lease.timeline import Timeline
@@ -75,18 +76,6 @@ class LedgerSettings:
                 )
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A reader's right to read a holding until ``expires_s`` on the owner's clock."""
-
-    lease_id: int
-    holding: Holding
-    reader: str
-    handoff_request_id: str
-    began_s: float
-    expires_s: float
-
-
 class Ledger:
     """What this engine keeps readable, and for whom."""
 
@@ -109,7 +98,7 @@ class Ledger:
         self._lease_ends: Timeline[Lease] = Timeline()
         self._retained = Retained(retention, settings.cache_blocks, settings.null_block)
         self._dropped: list[Dropped] = []
-        self._next_id = 1
+        self._next_id = 0
 
     # -- scheduler thread --------------------------------------------------------
 
@@ -139,17 +128,18 @@ class Ledger:
             self._expire(now)
             holding = self._new_holding(chain, rows, request_id, purpose, tenant, nbytes, now)
             holding.saved_s = saved_s
+            place = self._index.find(holding.chain)
             if purpose is Purpose.HANDOFF:
                 self._insert_handoff(holding)
             else:
-                refusal = self._insert_retained(holding, chain, now)
+                refusal = self._insert_retained(holding, chain, place, now)
                 if refusal is not None:
                     self.counters[f"refused.{refusal.value}"] += 1
                     return None
             self._holdings[holding.holding_id] = holding
-            self._expiries.add(holding.expires_s, holding)
+            self._expiries.add(holding)
             if holding.chain:
-                self._index.add(holding)
+                self._index.add(holding, place)
             self.counters[f"inserted.{purpose.value}"] += 1
             return holding
 
@@ -207,7 +197,7 @@ class Ledger:
         """Tell the policy that a request with this chain was admitted on this engine."""
         with self._lock:
             now = self._clock()
-            for holding in self._index.prefixes(chain):
+            for holding in self._index.prefixes(self._index.find(chain)):
                 if holding.purpose is Purpose.RETAINED:
                     self._retained.policy.admitted(holding, now)
                     return
@@ -267,7 +257,7 @@ class Ledger:
             end = self._lease_end(duration_s, lease.began_s, now)
             if end > lease.expires_s:
                 lease.expires_s = end
-                self._lease_ends.add(end, lease)
+                self._lease_ends.add(lease)
             self.counters["renew.granted"] += 1
             return lease.expires_s - now
 
@@ -337,19 +327,19 @@ class Ledger:
         nbytes: int,
         now: float,
     ) -> Holding:
-        holding_id, self._next_id = self._next_id, self._next_id + 1
-        tail = chain.tail_digest(chain.groups, chain.tail_tokens) if chain.tail_tokens else b""
+        self._next_id += 1
+        rest = chain.tail_tokens
         return Holding(
-            holding_id,
+            self._next_id,
             request_id,
             chain.num_tokens,
             chain.digests,
-            tail,
+            chain.tail_digest(chain.groups, rest) if rest else b"",
             rows,
             purpose,
             tenant,
             nbytes,
-            sum(row.size for row in rows),
+            sum(map(len, rows)),
             now,
             now + self.settings.handoff_ttl_s,
         )
@@ -360,12 +350,14 @@ class Ledger:
             self._end(before, DropReason.SUPERSEDED, holding.created_s)
         self._handoffs[holding.request_id] = holding
 
-    def _insert_retained(self, holding: Holding, chain: DigestChain, now: float) -> Refusal | None:
+    def _insert_retained(
+        self, holding: Holding, chain: DigestChain, place: Place, now: float
+    ) -> Refusal | None:
         ttl_s = self._retained.policy.ttl_s(holding)
         if not ttl_s > 0 or not holding.chain:
             return Refusal.POLICY
         holding.expires_s = now + ttl_s
-        shorter = self._superseded(holding, chain)
+        shorter = self._superseded(holding, chain, place)
         if shorter:
             holding.turns = shorter[0].turns + 1
         leaving = [old for old in shorter if not old.leases]
@@ -383,10 +375,10 @@ class Ledger:
                 self._take_out(old, DropReason.SUPERSEDED)
         return None
 
-    def _superseded(self, holding: Holding, chain: DigestChain) -> list[Holding]:
+    def _superseded(self, holding: Holding, chain: DigestChain, place: Place) -> list[Holding]:
         """Retained holdings of the same tenant whose tokens are a prefix, longest first."""
         found = []
-        for old in self._index.prefixes(holding.chain):
+        for old in self._index.prefixes(place):
             if old.purpose is not Purpose.RETAINED or old.tenant != holding.tenant:
                 continue
             if old.tail_digest:
@@ -399,7 +391,8 @@ class Ledger:
     # -- lookup and leases -------------------------------------------------------------
 
     def _best(self, chain: bytes, handoff_request_id: str) -> tuple[Holding | None, int]:
-        node, groups = self._index.find(chain)
+        place = self._index.find(chain)
+        groups = place.depth
         handoff = self._handoffs.get(handoff_request_id) if handoff_request_id else None
         if handoff is not None:
             shared = common_groups(handoff.chain, chain)
@@ -407,7 +400,7 @@ class Ledger:
                 return handoff, shared
         if groups == 0:
             return None, 0
-        return self._index.any_holding(node), groups
+        return self._index.any_holding(place.node), groups
 
     def _lease_end(self, duration_s: float, began_s: float, now: float) -> float:
         if not math.isfinite(duration_s) or duration_s < 0:
@@ -421,7 +414,7 @@ class Ledger:
         end = self._lease_end(duration_s, now, now)
         lease = Lease(secrets.randbits(63), holding, reader, handoff, now, end)
         self._leases[lease.lease_id] = lease
-        self._lease_ends.add(end, lease)
+        self._lease_ends.add(lease)
         holding.leases += 1
         if holding.leases == 1 and holding.purpose is Purpose.RETAINED:
             self._retained.policy.pinned(holding)

@@ -17,12 +17,15 @@ Threading
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvtransport.lease.digest import DIGEST_NBYTES as N
 from kvtransport.lease.holding import Holding
 
 _Ends: TypeAlias = "Holding | dict[int, Holding] | None"
+
+
+_WALK = 8
 
 
 class Node:
@@ -76,25 +79,52 @@ def common_groups(a: bytes, b: bytes, known: int = 0, limit: int | None = None) 
     return low
 
 
+class Place(NamedTuple):
+    """The deepest node that a chain reaches, and how many groups they share.
+
+    The depth is 0, with the root, when nothing is shared.  Any change of the
+    index makes the place outdated, which ``version`` tells.
+    """
+
+    node: Node
+    depth: int
+    version: int
+
+
 class PrefixIndex:
     """Finds the holding that shares the longest prefix with a chain."""
 
     def __init__(self) -> None:
         self._root = Node(None, b"", 0, 0)
         self._handles: dict[bytes, Node] = {}
+        self._version = 0
 
     def __len__(self) -> int:
         """Number of nodes, for tests of the memory bound."""
         return len(self._handles)
 
-    def find(self, chain: bytes) -> tuple[Node, int]:
-        """The node in which ``chain`` ends or leaves the trie, and the depth shared.
-
-        The depth is 0, with the root, when nothing is shared.
-        """
+    def find(self, chain: bytes) -> Place:
+        """Where ``chain`` ends in the trie or leaves it."""
         groups = len(chain) // N
+        node = self._root
+        # Walking is faster than searching as long as the way is short.
+        for _ in range(_WALK):
+            start = node.end
+            children = node.children
+            child = children.get(chain[start * N : (start + 1) * N]) if children else None
+            if child is None:
+                return Place(node, start, self._version)
+            end = child.end
+            at = slice((end - 1) * N, end * N)
+            if end > groups or chain[at] != child.chain[at]:
+                return Place(child, self._inside(child, chain, start + 1), self._version)
+            node = child
+        return self._search(chain, groups, node)
+
+    def _search(self, chain: bytes, groups: int, node: Node) -> Place:
+        """``find`` below ``node``, in O(log groups) however deep the trie is."""
         handles = self._handles
-        node, low, high = self._root, 0, groups
+        low, high = node.end, groups
         while low < high:
             depth = high & (-1 << ((low ^ high).bit_length() - 1))
             found = handles.get(chain[(depth - 1) * N : depth * N])
@@ -104,14 +134,14 @@ class PrefixIndex:
             node, end = found, found.end
             at = slice((end - 1) * N, end * N)
             if end > groups or chain[at] != found.chain[at]:
-                return found, self._inside(found, chain, depth)
+                return Place(found, self._inside(found, chain, depth), self._version)
             low = end
         child = (
             node.children.get(chain[node.end * N : (node.end + 1) * N]) if node.children else None
         )
         if child is None:
-            return node, node.end
-        return child, self._inside(child, chain, child.start + 1)
+            return Place(node, node.end, self._version)
+        return Place(child, self._inside(child, chain, child.start + 1), self._version)
 
     @staticmethod
     def _inside(node: Node, chain: bytes, known: int) -> int:
@@ -127,19 +157,21 @@ class PrefixIndex:
                 return None
             node = next(reversed(node.children.values()))
 
-    def prefixes(self, chain: bytes) -> Iterator[Holding]:
-        """Holdings whose full groups are all a prefix of ``chain``, longest first."""
-        node: Node | None
-        node, depth = self.find(chain)
-        while node is not None:
-            if node.end <= depth:
+    def prefixes(self, place: Place) -> Iterator[Holding]:
+        """Holdings whose full groups are all a prefix of the chain found, longest first."""
+        node, depth = place.node, place.depth
+        while node.parent is not None:
+            if node.ends is not None and node.end <= depth:
                 yield from node.holdings()
             node = node.parent
 
-    def add(self, holding: Holding) -> None:
-        """File a holding of at least one group."""
+    def add(self, holding: Holding, place: Place) -> None:
+        """File a holding of at least one group, whose chain was found at ``place``."""
         chain, groups = holding.chain, holding.groups
-        node, depth = self.find(chain)
+        if place.version != self._version:
+            place = self.find(chain)
+        self._version += 1
+        node, depth = place.node, place.depth
         if depth < node.end:
             node = self._split(node, depth)
         if depth < groups:
@@ -157,6 +189,7 @@ class PrefixIndex:
         node, holding.node = holding.node, None
         if node is None:
             return
+        self._version += 1
         if isinstance(node.ends, dict):
             del node.ends[holding.holding_id]
             if node.ends:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from kvtransport.lease.block_counts import BlockCounts
 from kvtransport.lease.holding import Holding, Refusal
-from kvtransport.lease.runs import BlockIds
 from kvtransport.policy.retention import RetentionPolicy
 
 
@@ -43,12 +42,12 @@ class Retained:
         ``leaving`` are unleased holdings that go once this one is in; they make
         room too.  When refused they stay, and so does whatever was given up.
         """
-        ids = self._counts.unique(holding.block_ids)
+        ids = holding.counted = self._counts.unique(holding.block_ids)
         if ids.size > self.budget_blocks:
             return Refusal.OVER_BUDGET
         for old in leaving:
             self.forget(old)
-        self._add(holding, ids, now)
+        self._add(holding, now)
         refusal = None
         while self._counts.distinct > self.budget_blocks:
             victim = self.policy.victim(now, holding)
@@ -59,7 +58,7 @@ class Retained:
             give_up(victim)
         if refusal is not None:
             for old in leaving:
-                self._add(old, self._counts.unique(old.block_ids), now)
+                self._add(old, now)
         return refusal
 
     def forget(self, holding: Holding) -> int:
@@ -67,10 +66,12 @@ class Retained:
         self.policy.removed(holding)
         self._number -= 1
         self.nbytes -= holding.nbytes
-        return self._counts.remove(self._counts.unique(holding.block_ids))
+        assert holding.counted is not None
+        return self._counts.remove(holding.counted)
 
-    def _add(self, holding: Holding, ids: BlockIds, now: float) -> None:
-        self._counts.add(ids)
+    def _add(self, holding: Holding, now: float) -> None:
+        assert holding.counted is not None
+        self._counts.add(holding.counted)
         self._number += 1
         self.nbytes += holding.nbytes
         self.policy.added(holding, now)

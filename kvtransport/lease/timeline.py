@@ -7,57 +7,52 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Expiring(Protocol):
-    """Anything that is due at ``expires_s``."""
+    """Anything that is due at ``expires_s``.  ``timer`` belongs to its timeline; 0: in none."""
 
     expires_s: float
+    timer: int
 
 
 E = TypeVar("E", bound=Expiring)
 
 
 class Timeline(Generic[E]):
-    """Entries in order of ``expires_s``.
+    """Entries in order of ``expires_s``; each may be in one timeline at a time.
 
-    An entry may be added again with a later time.  Removal is lazy; the heap is
-    rebuilt when most of it is stale, so it stays within twice the live entries.
+    Removal is lazy; the heap is rebuilt when most of it is stale, so it stays
+    within twice the live entries.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, E]] = []
-        self._live: dict[int, E] = {}
+        self._live = 0
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._live
 
-    def add(self, expires_s: float, entry: E) -> None:
-        self._serial += 1
-        self._live[id(entry)] = entry
-        heapq.heappush(self._heap, (expires_s, self._serial, entry))
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._live):
-            self._rebuild()
+    def add(self, entry: E) -> None:
+        """Queue the entry; when it is queued already, for its new time instead."""
+        self._live += not entry.timer
+        self._serial = entry.timer = self._serial + 1
+        heapq.heappush(self._heap, (entry.expires_s, entry.timer, entry))
+        if len(self._heap) > 64 and len(self._heap) > 2 * self._live:
+            self._heap = [item for item in self._heap if item[2].timer == item[1]]
+            heapq.heapify(self._heap)
 
     def discard(self, entry: E) -> None:
-        self._live.pop(id(entry), None)
+        """Take the entry out if it is queued."""
+        if entry.timer:
+            entry.timer = 0
+            self._live -= 1
 
     def due(self, now: float) -> E | None:
         """Take out the earliest entry whose time has come."""
         heap = self._heap
         while heap and heap[0][0] <= now:
-            at, _, entry = heapq.heappop(heap)
-            if entry.expires_s == at and id(entry) in self._live:
-                del self._live[id(entry)]
+            _, timer, entry = heapq.heappop(heap)
+            if entry.timer == timer:
+                entry.timer = 0
+                self._live -= 1
                 return entry
         return None
-
-    def next_s(self) -> float | None:
-        """When the earliest entry is due, perhaps too early; ``None`` when empty."""
-        return self._heap[0][0] if self._live else None
-
-    def _rebuild(self) -> None:
-        self._serial = 0
-        self._heap = []
-        for entry in self._live.values():
-            self._serial += 1
-            self._heap.append((entry.expires_s, self._serial, entry))
-        heapq.heapify(self._heap)

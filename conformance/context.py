@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtransport.errors import KVTransportError
+from kvtransport.events import TransferEvent
 
 from kvtransport_conformance import flags
 from kvtransport_conformance.hub import CONTROLLER, Hub
@@ -119,6 +121,15 @@ class Context:
             self.process.pump()
             time.sleep(0.001)
 
+    def pause_polling(self, seconds: float, seen: Counter[int]) -> None:
+        """Let time pass and count the terminal events that still come."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for event in self.a.station.agent.poll():
+                if isinstance(event, TransferEvent):
+                    seen[event.transfer.transfer_id] += 1
+            time.sleep(0.001)
+
     # Processes and sides -----------------------------------------------------------
 
     def spawn(self, name: str) -> RemoteProcess:
@@ -129,6 +140,13 @@ class Context:
     def local(self, name: str) -> LocalSide:
         """One more agent in the worker."""
         return LocalSide(name, self.process)
+
+    def fault(self, name: str) -> bool:
+        """Cause a network fault by the run's namespaces or the target's hook; False without."""
+        done = self.hub.call(CONTROLLER, "network", None, {"fault": name})
+        if done is None:
+            done = self.process.inject(name)
+        return bool(done)
 
     def connect(self, one: Side, other: Side, key: str = "peer", back: str = "peer") -> None:
         """Exchange metadata both ways; ``one`` knows ``other`` as ``key``."""

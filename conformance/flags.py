@@ -50,6 +50,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("failure_detection", *_word("failure_detection")),
     Flag("threading", *_word("threading", absent="single")),
     Flag("progress", *_word("progress", absent="manual")),
+    Flag("target_enforces", *_boolean("target_enforces")),
     Flag("target_enforces.bounds", *_member("target_enforces", "bounds")),
     Flag("target_enforces.access", *_member("target_enforces", "access")),
     Flag("target_enforces.stale_key", *_member("target_enforces", "stale_key")),

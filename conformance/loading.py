@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -67,6 +67,8 @@ def open_agent(
     narrow: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     faults: Mapping[str, Any] | None = None,
+    wire: str = "",
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Agent, Tap]:
     """Open an agent over a tapped backend; ``faults`` puts the fault layer above it."""
     narrow = {
@@ -74,6 +76,8 @@ def open_agent(
         for key, value in (narrow or {}).items()
     }
     tap = Tap(loaded.backend(), narrow)
+    if wire:
+        tap.info = replace(tap.info, wire=wire)  # type: ignore[misc]  # per instance on purpose
     layer: Backend = tap
     if faults is not None:
         from kvtransport_conformance.faults import faulty
@@ -81,7 +85,11 @@ def open_agent(
         layer = faulty(tap, faults)
     agent_class = cast("type[Agent]", load_object(loaded.target.agent))
     agent = agent_class(
-        backend=layer, name=name, config=loaded.config(config), fingerprint=fingerprint
+        backend=layer,
+        name=name,
+        config=loaded.config(config),
+        fingerprint=fingerprint,
+        options=options,
     )
     return agent, tap
 

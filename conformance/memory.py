@@ -55,6 +55,12 @@ class Memory:
         whole = np.frombuffer(self.kit.dump(self.buffer), np.uint8)
         return whole[self.skip : self.skip + self.nbytes]
 
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        if isinstance(self.kit, HostMemory):
+            start = self.skip + offset
+            return bytes(memoryview(self.buffer)[start : start + nbytes])
+        return self.dump()[offset : offset + nbytes].tobytes()
+
     def mismatch(self, wire: Sequence[Any]) -> str:
         """Return "" or what differs from the expected contents."""
         return patterns.mismatch(self.dump(), patterns.expected(wire))

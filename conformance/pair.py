@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +49,12 @@ class Graded:
 class Pair:
     """Processes of one target: a worker, the shared peer, and extra peers of a check."""
 
-    def __init__(self, launch: Launch, target: Mapping[str, Any], start_s: float) -> None:
+    def __init__(
+        self, launch: Launch, target: Mapping[str, Any], start_s: float,
+        network: Callable[[str], bool | None],
+    ) -> None:  # fmt: skip
         self._launch = launch
+        self._network = network
         self._start_s = start_s
         self._target = target
         self._inbox: queue.Queue[Message] = queue.Queue()
@@ -68,12 +72,13 @@ class Pair:
 
         Raises ``ChildDied``, ``ChildHung`` or ``ChildFailed``.
         """
-        facts = self._init(self.worker, peer=False)
-        other = self._init(self.peers["peer"], peer=True)
+        facts = self._init(self.worker)
+        other = self._init(self.peers["peer"])
         return {**facts, "peer_process": other["process"], "peer_memory": other["memory"]}
 
-    def _init(self, child: Child, *, peer: bool) -> dict[str, Any]:
-        facts = self._ask(child, "init", self._start_s, target=dict(self._target), peer=peer)
+    def _init(self, child: Child) -> dict[str, Any]:
+        target = dict(self._target)
+        facts = self._ask(child, "init", self._start_s, target=target, role=child.name)
         child.identity = facts["process"]
         return dict(facts)
 
@@ -173,6 +178,8 @@ class Pair:
     def _serve(self, op: str, args: Mapping[str, Any]) -> Any:
         if op == "spawn":
             return self._spawn(args["process"])
+        if op == "network":
+            return self._network(args["fault"])
         child = self.peers[args["process"]]
         if op == "leave":
             return self._leave(child, float(args["patience_s"]))
@@ -183,7 +190,7 @@ class Pair:
     def _spawn(self, name: str) -> None:
         child = Child(name, self._launch, self._inbox, peer=True)
         self.peers[name] = child
-        self._init(child, peer=True)
+        self._init(child)
         self._ask(child, "baseline", self._start_s)
 
     @staticmethod
@@ -243,11 +250,14 @@ class Pair:
         """
         total = Graded()
         living = [child for child in self.peers.values() if not child.ended]
+        # Logs first: an orderly end of one side is a lost peer to the other.
+        for child in [self.worker, *living]:
+            logs = self._ask(child, "logs", CLEANUP_S)
+            total.logs += [f"{child.name}: {text}" for text in logs]
         for child in [self.worker, *living]:
             found = self._ask(child, "grade", CLEANUP_S)
             total.residue += [f"{child.name}: {text}" for text in found["residue"]]
             total.complaints += [f"{child.name}: {text}" for text in found["complaints"]]
-            total.logs += [f"{child.name}: {text}" for text in found["logs"]]
             total.moved += found["moved"]
             for key, value in found["counters"].items():
                 total.counters[key] = total.counters.get(key, 0) + value

@@ -22,7 +22,7 @@ def main() -> None:
     channel = Channel.claim_stdio()
     from kvtransport_conformance.process import Process
 
-    process = Process("peer")
+    process = Process()
     while True:
         try:
             message = _next(channel, process)

@@ -38,8 +38,8 @@ class LogTrap(logging.Handler):
 class Process:
     """State of one test process; ``dispatch`` runs a named operation."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self) -> None:
+        self.role = ""
         self.loaded: Loaded | None = None
         self.stations: dict[str, Station] = {}
         self.trap = LogTrap()
@@ -55,8 +55,13 @@ class Process:
 
     # Life ------------------------------------------------------------------------
 
-    def init(self, target: Mapping[str, Any], *, peer: bool) -> dict[str, Any]:
-        """Load the target; return facts about backend and process."""
+    def init(self, target: Mapping[str, Any], role: str) -> dict[str, Any]:
+        """Load the target; return facts about backend and process.
+
+        ``role`` becomes part of every agent's name here: "worker", or a peer's name.
+        """
+        self.role = role
+        peer = role != "worker"
         self.loaded = load(target, peer=peer)
         return facts(self.loaded) | {"process": self.identity()}
 
@@ -94,7 +99,7 @@ class Process:
         return self.stations[name]
 
     def grade(self, drain_s: float = 5.0) -> dict[str, Any]:
-        """Close everything; say what stayed behind, what was logged, what was counted."""
+        """Close everything; say what stayed behind and what was counted."""
         moved = 0
         complaints, self.complaints = self.complaints, []
         for station in self.stations.values():
@@ -103,13 +108,15 @@ class Process:
             moved += station.moved_bytes()
             complaints.append(station.reset(drain_s))
         self.stations.clear()
-        return {
+        found = {
             "residue": resources.settled_residue(self._baseline),
             "complaints": [text for text in complaints if text],
-            "logs": list(self.trap.lines),
             "counters": dict(self._counters),
             "moved": moved,
         }
+        self.trap.lines.clear()
+        self._counters.clear()
+        return found
 
     def pump(self) -> None:
         """Progress every agent once; what that raises is kept for ``grade``."""

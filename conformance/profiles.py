@@ -36,7 +36,11 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             Profile("KVT-NOTIFY", "notification after data: push mode", "notify"),
             Profile("KVT-FAULT", "safe under peer death, timeout, cancel and bad input"),
             Profile("KVT-SCALE", "production concurrency: many transfers, peers and threads"),
-            Profile("KVT-SECURE", "stale, forged and out-of-range access refused by the target"),
+            Profile(
+                "KVT-SECURE",
+                "stale, forged and out-of-range access refused by the target",
+                "target_enforces",
+            ),
             Profile("KVT-LAYOUT", "block geometry and merging never change bytes"),
             Profile("KVT-DEVICE", "zero-copy on a device's memory", default=False),
             Profile("KVT-VLLM", "end to end through a real vLLM scheduler", default=False),

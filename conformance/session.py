@@ -17,7 +17,7 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ from kvtransport_conformance.statuses import Status, Teardown
 from kvtransport_conformance.warmup import WARM_UP
 
 MAX_LOGS = 20
+
+
+def no_network(fault: str) -> bool | None:
+    """Network faults of a run without namespaces of its own: there are none."""
+    del fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Options:
     watchdog_scale: float = 1.0
     skips: Mapping[str, str] = field(default_factory=dict)
     waivers: Mapping[str, Waiver] = field(default_factory=dict)
-    network: bool = False
+    network: Callable[[str], bool | None] = no_network
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class Session:
 
     def start(self) -> Setup:
         """Load and open the target once; every later check relies on its facts."""
-        pair = Pair(self._launch, self.target, self.options.start_s)
+        pair = self._new_pair()
         try:
             self.facts = pair.start()
             self.setup = self._open(pair)
@@ -120,6 +125,9 @@ class Session:
         else:
             pair.end()
         return self.setup
+
+    def _new_pair(self) -> Pair:
+        return Pair(self._launch, self.target, self.options.start_s, self.options.network)
 
     def _open(self, pair: Pair) -> Setup:
         probe = self.facts["probe"]
@@ -149,7 +157,7 @@ class Session:
             return self._pair
         if self._pair is not None:
             self._pair.end()
-        self._pair = Pair(self._launch, self.target, self.options.start_s)
+        self._pair = self._new_pair()
         self._pair.start()
         self._make_ready(self._pair)
         return self._pair
@@ -231,14 +239,16 @@ class Session:
         pair.usable = pair.usable and usable
         self.counters.update(graded.counters)
         self.moved += graded.moved
+        teardown = _teardown(check, graded)
+        words = (*graded.complaints, *graded.logs)[:MAX_LOGS]
         return CheckResult(
             status,
-            _teardown(check, graded),
+            teardown,
             float(verdict["seconds"]),
             why,
             tuple(graded.residue),
             verdict["detail"],
-            tuple(graded.logs[:MAX_LOGS]) if status is not Status.PASS else (),
+            () if status is Status.PASS and teardown is Teardown.CLEAN else words,
         )
 
 

@@ -16,18 +16,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvtransport.agent import Agent
-from kvtransport.backend import Blocks, Op
 from kvtransport.errors import KVTransportError
 from kvtransport.layout.blocks import Pair
 from kvtransport.peer import Peer, RemoteRegion
 from kvtransport.region import Region
 from kvtransport.transfer import Transfer
 
+from kvtransport_conformance.load import Load
 from kvtransport_conformance.loading import Loaded, open_agent
 from kvtransport_conformance.memory import Memory, allocate
+from kvtransport_conformance.past import PastTheCore
 from kvtransport_conformance.tap import Tap
 from kvtransport_conformance.wire_errors import describe
 
@@ -37,7 +36,7 @@ Piece = Sequence[Any]
 _IDLE_S = 0.0005
 
 
-class Station:
+class Station(PastTheCore, Load):
     """Operations of one agent; ``loaded`` says which backend and memory to use."""
 
     def __init__(self, name: str, loaded: Loaded) -> None:
@@ -80,8 +79,15 @@ class Station:
         narrow: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         faults: Mapping[str, Any] | None = None,
+        wire: str = "",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the agent; ``narrow`` overrides declared capabilities, ``config`` options."""
+        """Open the agent.
+
+        ``narrow`` overrides declared capabilities, ``config`` the backend's
+        options, ``wire`` the protocol it claims, ``options`` the agent's own;
+        ``faults`` puts the fault layer between core and backend.
+        """
         self._agent, self._tap = open_agent(
             self.loaded,
             agent_name or self.name,
@@ -89,6 +95,8 @@ class Station:
             narrow=narrow,
             config=config,
             faults=faults,
+            wire=wire,
+            options=options,
         )
 
     def close(self, drain_s: float = 5.0) -> str:
@@ -141,8 +149,9 @@ class Station:
     def poke(self, name: str, offset: int, data: bytes) -> None:
         self.memory[name].write(offset, data)
 
-    def dump(self, name: str, offset: int, nbytes: int) -> bytes:
-        return self.memory[name].dump()[offset : offset + nbytes].tobytes()
+    def peek(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Look at a few bytes without copying the whole buffer where that is possible."""
+        return self.memory[name].peek(offset, nbytes)
 
     def digest(self, name: str) -> str:
         return hashlib.blake2b(self.memory[name].dump(), digest_size=16).hexdigest()
@@ -265,6 +274,13 @@ class Station:
         self.transfers[number].wait()
         return self.state(number)
 
+    def notify(self, payload: bytes, key: str = "peer") -> dict[str, Any]:
+        """Send a message that belongs to no data, and wait for its end."""
+        transfer = self.agent.notify(self.peers[key], payload)
+        self.transfers[transfer.transfer_id] = transfer
+        transfer.wait()
+        return self.state(transfer.transfer_id)
+
     def notifications(self) -> list[list[Any]]:
         """Everything received since the last call: [peer's agent name, payload]."""
         self.agent.poll()
@@ -278,90 +294,6 @@ class Station:
             found += self.notifications()
             time.sleep(_IDLE_S)
         return found
-
-    # Past the core ---------------------------------------------------------------
-
-    def raw_move(
-        self, op: str, local: int, remote: int, vectors: Sequence[Sequence[int]],
-        key: str = "peer", notify: bytes | None = None, patience_s: float = 10.0,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Hand unchecked descriptors to the backend; say how that ended.
-
-        ``vectors`` are local offsets, remote offsets and lengths; the result's
-        ``outcome`` is "refused", "done", "failed" or "silent".
-        """
-        low, far, sizes = (np.array(vector, np.uint64) for vector in vectors)
-        blocks = Blocks(
-            local_region=np.full(len(sizes), local, np.int64),
-            local_offset=low,
-            remote_region=np.full(len(sizes), remote, np.int64),
-            remote_offset=far,
-            nbytes=sizes,
-        )
-        peer_id = self.peers[key].peer_id
-        try:
-            ticket = self.tap.raw_post(Op(op), peer_id, blocks, notify)
-        except KVTransportError as error:
-            return {"outcome": "refused", "error": describe(error)}
-        return self._raw_end(ticket, patience_s)
-
-    def _raw_end(self, ticket: int, patience_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            self.agent.poll()
-            event = self.tap.raw_result(ticket)
-            if event is not None:
-                error = None if event.error is None else describe(event.error)
-                return {"outcome": "failed" if error else "done", "error": error}
-            time.sleep(_IDLE_S)
-        return {"outcome": "silent", "error": None}
-
-    def raw_import(self, body: bytes) -> dict[str, Any] | None:
-        """Hand ``body`` to the backend as a peer's export; return its error or None."""
-        peer_id = 1 << 40
-        try:
-            self.tap.import_peer(peer_id, body)
-        except KVTransportError as error:
-            return describe(error)
-        self.tap.drop_peer(peer_id)
-        return None
-
-    def raw_export(self) -> bytes:
-        return self.tap.export()
-
-    def tap_report(self) -> dict[str, Any]:
-        """What the layer below the core saw so far."""
-        tap = self.tap
-        return {
-            "completions": {str(key): count for key, count in tap.completions.items()},
-            "posted": sorted(tap.posted),
-            "overlaps": tap.overlaps,
-            "peers_down": tap.peers_down,
-            "notified": tap.notified,
-            "foreign_errors": tap.foreign_errors,
-        }
-
-    def moved_bytes(self) -> int:
-        """Bytes of transfers that the backend reported as successful."""
-        return 0 if self._tap is None else self._tap.moved
-
-    def counters(self) -> dict[str, int]:
-        return {} if self._agent is None else dict(self.tap.counters())
-
-    # Load ------------------------------------------------------------------------
-
-    def rounds(
-        self, op: str, pieces: Sequence[Sequence[Piece]], count: int, window: int,
-        key: str = "peer", notify: bool = False, deadline_s: float = 30.0,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Run ``count`` transfers, ``window`` at a time, cycling through ``pieces``.
-
-        Notifications carry the round's number.  Stops at the first failure.
-        """
-        from kvtransport_conformance.load import run_rounds
-
-        return run_rounds(self, op, pieces, count, window, key, notify, deadline_s)
-
 
 def in_thread(function: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread for a check; the check joins it."""

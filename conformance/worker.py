@@ -20,7 +20,7 @@ def main() -> None:
     from kvtransport_conformance.hub import Hub
     from kvtransport_conformance.process import Process
 
-    process = Process("worker")
+    process = Process()
     hub = Hub(channel, process.pump)
     while True:
         try:

@@ -21,9 +21,10 @@ class NixlConfig:
         ``"thread"``: NIXL's own thread answers peers while nobody polls here.
         ``"manual"``: only ``poll`` does; a peer's first contact, and every
         transfer over TCP, then waits until this agent polls.
-    ``progress_interval_ms``
-        How long that thread sleeps without an event.  Smaller costs CPU
-        (1 ms: about 2 % of a core), larger delays only what raises no event.
+    ``progress_interval_us``
+        How long that thread sleeps before it looks again.  UCX's thread wakes
+        on events in between and rounds up to milliseconds (1 ms: 2 % of a
+        core); libfabric's does not, so that this adds to every latency there.
     ``part_bytes``
         A transfer is given to NIXL in parts of this size, because over shared
         memory NIXL copies inside the call.
@@ -38,7 +39,7 @@ class NixlConfig:
 
     module: str = "nixl_cu12"
     progress: Progress = "thread"
-    progress_interval_ms: int = 1
+    progress_interval_us: int = 1000
     part_bytes: int = 32 * MIB
     post_budget_ms: float = 2.0
     settle_ms: float = 50.0
@@ -58,7 +59,7 @@ class NixlConfig:
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
-    ("progress_interval_ms", 1, 1000),
+    ("progress_interval_us", 1, 1_000_000),
     ("part_bytes", 64 * 1024, 1 << 40),
     ("post_budget_ms", 0.1, 1000.0),
     ("settle_ms", 0.0, 60_000.0),

@@ -19,19 +19,22 @@ from kvtransport.errors import (
     DescriptorError,
     ForkError,
     KVTransportError,
+    PeerLostError,
     UnsupportedError,
 )
 from kvtransport_backends.nixl.body import decode
 from kvtransport_backends.nixl.config import NixlConfig
+from kvtransport_backends.nixl.connect import Connector, Immediate
 from kvtransport_backends.nixl.driver import Driver, NativeAgent, load_driver
 from kvtransport_backends.nixl.exit import AtExit
 from kvtransport_backends.nixl.flight import Flight
 from kvtransport_backends.nixl.inbox import Inbox
+from kvtransport_backends.nixl.liveness import Liveness
 from kvtransport_backends.nixl.local import SCRATCH_BLOCK, LocalRegions
 from kvtransport_backends.nixl.native import is_lost, is_native, translate
 from kvtransport_backends.nixl.parts import Part, cut
 from kvtransport_backends.nixl.peers import Peer, Peers
-from kvtransport_backends.nixl.process import patched_environment
+from kvtransport_backends.nixl.process import make_immortal, patched_environment, thread_ids
 from kvtransport_backends.nixl.requests import Requests
 
 _log = logging.getLogger("kvtransport.nixl")
@@ -70,6 +73,18 @@ class NixlBackend(Backend):
         """Variables that must be set while the plugin starts."""
         return {}
 
+    def connector(self, agent: NativeAgent, handle: int, config: Any) -> Connector:  # noqa: ARG002
+        """How connections to peers are made."""
+        return Immediate()
+
+    def liveness(self, config: Any) -> Liveness | None:  # noqa: ARG002
+        """What notices that peers end, where NIXL's plugin does not."""
+        return None
+
+    def may_destroy(self, *, at_exit: bool) -> bool:  # noqa: ARG002
+        """Whether NIXL's agent can be destroyed now without blocking for ever."""
+        return True
+
     # -- opening and closing ----------------------------------------------
 
     def open(self, name: str, config: NixlConfig) -> None:
@@ -77,11 +92,12 @@ class NixlBackend(Backend):
         driver = load_driver(config.module, self.info.install_hint)
         # A suffix of its own makes a restarted agent a new one to NIXL too.
         native_name = f"{name}#{os.urandom(6).hex()}"
+        before = thread_ids()
         try:
             agent = driver.new_agent(
                 native_name,
                 progress_thread=config.progress == "thread",
-                progress_delay_us=config.progress_interval_ms * 1000,
+                progress_delay_us=config.progress_interval_us,
             )
             self._require_plugin(agent, config)
             with patched_environment(self.environment(config)):
@@ -94,6 +110,7 @@ class NixlBackend(Backend):
                 hint="NIXL_LOG_LEVEL=INFO shows why on stderr",
                 backend=self.info.name,
             ) from error
+        self._threads = thread_ids() - before
         self._start(driver, agent, handle, native_name, config)
 
     def _require_plugin(self, agent: NativeAgent, config: NixlConfig) -> None:
@@ -114,24 +131,39 @@ class NixlBackend(Backend):
         self._in_progress = driver.bindings.NIXL_IN_PROG
         self._plugin_handles = [handle]
         self._local = LocalRegions(driver, agent, handle, backend)
-        self._peers = Peers(driver, agent, handle, backend)
+        self._connector = self.connector(agent, handle, config)
+        self._peers = Peers(driver, agent, handle, backend, self._connector)
         self._requests = Requests(driver, agent, handle, self._local)
         self._inbox = Inbox()
+        self._liveness = self.liveness(config)
         self._agent = agent
         self._exit.arm()
 
     def close(self) -> None:
+        self._close(at_exit=False)
+
+    def close_at_exit(self) -> None:
+        """Close while the interpreter ends; NIXL's agent may outlive it."""
+        self._close(at_exit=True)
+
+    def _close(self, *, at_exit: bool) -> None:
         if self._agent is None:
             return
         self._exit.disarm()
+        if self._liveness is not None:
+            self._liveness.close()
+        destroy = self.may_destroy(at_exit=at_exit)
         agent, self._agent = self._agent, None
-        with contextlib.suppress(Exception):  # closing goes on and never raises
-            self._local.tables.clear()
-            self._peers.clear_tables()
+        if destroy:
+            with contextlib.suppress(Exception):  # closing goes on and never raises
+                self._local.tables.clear()
+                self._peers.clear_tables()
+        else:
+            make_immortal(agent)
         # Handles still in flight are not released: NIXL reports that as done
         # while their data keeps landing.  They end with the agent.
         self._flights.clear()
-        del self._local, self._peers, self._requests, agent
+        del self._local, self._peers, self._requests, self._connector, agent
 
     def _opened(self) -> NativeAgent:
         agent = self._agent
@@ -164,13 +196,18 @@ class NixlBackend(Backend):
 
     def export(self) -> bytes:
         self._opened()
-        return self._local.export(self.plugin, self._name)
+        contact = self._liveness.contact if self._liveness is not None else ""
+        return self._local.export(self.plugin, self._name, contact)
 
     # -- peers ------------------------------------------------------------
 
     def import_peer(self, peer_id: int, body: bytes) -> None:
         self._opened()
-        self._peers.load(peer_id, decode(body, plugin=self.plugin, backend=self.info.name))
+        decoded = decode(body, plugin=self.plugin, backend=self.info.name)
+        if self._liveness is not None:
+            self._sweep()
+            self._liveness.watch(decoded.agent, decoded.contact)
+        self._peers.load(peer_id, decoded)
 
     def drop_peer(self, peer_id: int) -> None:
         self._opened()
@@ -187,6 +224,8 @@ class NixlBackend(Backend):
                 f"max_in_flight: {self._config.max_in_flight} transfers are in flight",
                 backend=self.info.name,
             )
+        if self._liveness is not None:
+            self._sweep()
         peer = self._peers.usable(peer_id)
         if not len(blocks):
             op, blocks = Op.READ, SCRATCH_BLOCK  # a notification without data
@@ -211,6 +250,8 @@ class NixlBackend(Backend):
 
     def poll(self) -> Sequence[Event]:
         agent = self._opened()
+        if self._liveness is not None:
+            self._sweep()
         if self._flights:
             for flight in list(self._flights.values()):
                 self._advance(agent, flight)
@@ -233,18 +274,47 @@ class NixlBackend(Backend):
             "notifications_dropped": self._inbox.dropped,
         }
 
+    # -- peers that end ---------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Learn from the lifelines which peers have ended."""
+        assert self._liveness is not None
+        for name in self._liveness.ended():
+            peer = self._peers.named(name)
+            if peer is not None and peer.lost is None:
+                ended = PeerLostError(
+                    f"peer {name}: its process has ended", backend=self.info.name, peer=name
+                )
+                self._lose(peer, ended)
+
+    def _lose(self, peer: Peer, error: KVTransportError) -> None:
+        """The peer takes no transfers any more; those in flight end with ``error``."""
+        if peer.lost is not None:
+            return
+        peer.lost = error
+        peer.tables.clear()
+        self._peers_lost += 1
+        self._events.extend(PeerDown(peer_id, error) for peer_id in peer.ids)
+        # UCX ends the requests of a failed endpoint in later progress calls,
+        # and once NIXL has forgotten the peer it answers nothing about them.
+        settle_until = time.monotonic() + self._config.settle_ms / 1000
+        for flight in self._flights.values():
+            if flight.peer is peer and not flight.stuck:
+                flight.error = error
+                flight.settle_until = settle_until
+
     # -- one flight -------------------------------------------------------
 
     def _advance(self, agent: NativeAgent, flight: Flight) -> None:
         if flight.stuck:
             return
-        if flight.peer.lost is None:
+        if not flight.peer.forgotten:
             self._reap(agent, flight)
             if flight.parts and flight.error is None:
                 self._post_parts(agent, flight)
         if flight.settle_until is not None and time.monotonic() < flight.settle_until:
             return
-        ended = not flight.handles or flight.peer.lost is not None
+        ended = not flight.handles or flight.peer.forgotten
         if ended and (flight.error is not None or not flight.parts):
             self._finish(agent, flight)
 
@@ -258,7 +328,7 @@ class NixlBackend(Backend):
                 if not is_native(error):
                     raise
                 self._failed(flight, error)
-                if flight.peer.lost is not None:
+                if flight.peer.forgotten:
                     return
             flight.handles.remove(handle)
             agent.releaseXferReq(handle)
@@ -305,7 +375,7 @@ class NixlBackend(Backend):
             flight.posted = True
             flight.handles.append(handle)
             self._failed(flight, error)
-            if flight.peer.lost is None:
+            if not flight.peer.forgotten:
                 self._give_up(flight)
             return
         flight.posted = True
@@ -315,10 +385,12 @@ class NixlBackend(Backend):
             agent.releaseXferReq(handle)
 
     def _failed(self, flight: Flight, native: Exception) -> None:
-        what = f"{flight.op.value} of transfer {flight.ticket}"
+        peer, what = flight.peer, f"{flight.op.value} of transfer {flight.ticket}"
+        error = translate(native, what, backend=self.info.name, peer=peer.name)
         if is_lost(native):
-            self._lose(flight.peer, native)
-        flight.error = translate(native, what, backend=self.info.name, peer=flight.peer.name)
+            peer.forgotten = True
+            self._lose(peer, error)
+        flight.error = flight.error or error
         flight.settle_until = time.monotonic() + self._config.settle_ms / 1000
 
     def _give_up(self, flight: Flight) -> None:
@@ -332,26 +404,6 @@ class NixlBackend(Backend):
             flight.peer.name,
             flight.error,
         )
-
-    def _lose(self, peer: Peer, native: Exception) -> None:
-        """NIXL dropped the peer; every transfer with it ends, after settling.
-
-        Its siblings' requests are ended by UCX's endpoint cleanup, which runs
-        in later progress calls; NIXL answers no more questions about them.
-        """
-        if peer.lost is not None:
-            return
-        peer.lost = translate(
-            native, f"peer {peer.name}", backend=self.info.name, peer=peer.name
-        )
-        peer.tables.clear()
-        self._peers_lost += 1
-        self._events.extend(PeerDown(peer_id, peer.lost) for peer_id in peer.ids)
-        settle_until = time.monotonic() + self._config.settle_ms / 1000
-        for flight in self._flights.values():
-            if flight.peer is peer and not flight.stuck:
-                flight.error = peer.lost
-                flight.settle_until = settle_until
 
     def _finish(self, agent: NativeAgent, flight: Flight) -> None:
         for handle in flight.handles:

@@ -12,11 +12,11 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    def close(self) -> None: ...
+    def close_at_exit(self) -> None: ...
 
 
 class AtExit:
-    """Calls ``target.close()`` at exit while armed; keeps no strong reference."""
+    """Calls ``target.close_at_exit()`` while armed; keeps no strong reference."""
 
     def __init__(self, target: Closable) -> None:
         self._target = weakref.ref(target)
@@ -30,4 +30,4 @@ class AtExit:
     def _run(self) -> None:
         target = self._target()
         if target is not None:
-            target.close()
+            target.close_at_exit()

@@ -109,12 +109,12 @@ class LocalRegions:
         self.book.remove(region_id)
         del self._specs[region_id]
 
-    def export(self, plugin: str, name: str) -> bytes:
+    def export(self, plugin: str, name: str, contact: str) -> bytes:
         connection = self._agent.getLocalPartialMD(
             self._driver.empty_region_list(), True, [self._handle]
         )
         entries = tuple(self._entry(placed) for placed in self.book)
-        return encode(Body(plugin, name, connection, entries))
+        return encode(Body(plugin, name, connection, entries, contact))
 
     def _entry(self, placed: Placed) -> RegionEntry:
         spec = self._specs[placed.region_id]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtransport.errors import (
     BackpressureError,
+    HandshakeTimeoutError,
     IncompatiblePeerError,
     KVTransportError,
     MalformedMetadataError,
@@ -21,6 +22,7 @@ from kvtransport.errors import (
     StaleDescriptorError,
 )
 from kvtransport_backends.nixl.body import Body, RegionEntry
+from kvtransport_backends.nixl.connect import Connector
 from kvtransport_backends.nixl.driver import Driver, NativeAgent
 from kvtransport_backends.nixl.native import is_native, map_native
 from kvtransport_backends.nixl.regions import Placed, RegionBook
@@ -36,8 +38,9 @@ class Peer:
     ``ids`` are the peer ids that mean it: usually one, none while it is parked.
     ``loaded`` is what NIXL holds of it: regions that the peer withdrew stay
     there until the peer is loaded afresh.  ``pending`` is a newer export that
-    needs a fresh load and waits for the transfers in flight.  ``lost`` is set
-    once NIXL dropped the connection.
+    needs a fresh load and waits for the transfers in flight.  ``lost`` is why
+    the peer takes no transfers any more; ``forgotten`` says that NIXL dropped
+    the connection by itself and answers no questions about its transfers.
     """
 
     body: Body
@@ -48,6 +51,7 @@ class Peer:
     in_flight: int = 0
     pending: Body | None = None
     lost: KVTransportError | None = None
+    forgotten: bool = False
 
     @property
     def name(self) -> str:
@@ -58,18 +62,28 @@ class Peers:
     """Loads peers' metadata into NIXL and keeps what transfers need of it."""
 
     def __init__(
-        self, driver: Driver, agent: NativeAgent, plugin_handle: int, backend: str
+        self,
+        driver: Driver,
+        agent: NativeAgent,
+        plugin_handle: int,
+        backend: str,
+        connector: Connector,
     ) -> None:
         self._driver = driver
         self._agent = agent
         self._handle = plugin_handle
         self._backend = backend
+        self._connector = connector
         self._by_id: dict[int, Peer] = {}
         self._by_name: OrderedDict[str, Peer] = OrderedDict()
         self.reloaded = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._by_name.values())
+
+    def named(self, name: str) -> Peer | None:
+        """The newest connection to a NIXL agent."""
+        return self._by_name.get(name)
 
     def id_of(self, name: str) -> int | None:
         """The newest peer id of a NIXL agent, or None."""
@@ -108,6 +122,8 @@ class Peers:
             )
         peer = known or self._by_name.get(body.agent)
         if peer is None or peer.lost is not None:
+            if peer is not None and not peer.forgotten:
+                self._forget(peer.name)
             fresh = self._load_new(body)
             if peer is known and peer is not None:
                 fresh.ids, peer.ids = peer.ids, []
@@ -132,7 +148,9 @@ class Peers:
             return
         peer.ids.remove(peer_id)
         if peer.lost is not None and self._by_name.get(peer.name) is peer and not peer.ids:
-            del self._by_name[peer.name]  # NIXL has forgotten it already
+            del self._by_name[peer.name]
+            if not peer.forgotten and not peer.in_flight:
+                self._forget(peer.name)
         self._evict()
 
     def clear_tables(self) -> None:
@@ -173,9 +191,16 @@ class Peers:
 
     def _load_all(self, peer: Peer, body: Body) -> None:
         try:
-            self._native(body.connection, body.agent)
+            with map_native(
+                "connecting", backend=self._backend, peer=body.agent, otherwise=PeerLostError
+            ):
+                self._connector.connect(
+                    body.agent, lambda: self._native(body.connection, body.agent)
+                )
             for entry in body.regions:
                 self._native(entry.native, body.agent)
+        except HandshakeTimeoutError:
+            raise  # NIXL is still at it
         except KVTransportError:
             self._forget(body.agent)
             raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,3 +43,31 @@ def patched_environment(variables: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+def thread_ids() -> frozenset[str]:
+    """The kernel's ids of this process's threads."""
+    return frozenset(os.listdir("/proc/self/task"))
+
+
+def spins(thread_id: str, window_s: float = 0.03) -> bool:
+    """Whether a thread wants a core for nearly all of ``window_s``."""
+    try:
+        before = _wanted_ns(thread_id)
+        start = time.monotonic_ns()
+        time.sleep(window_s)
+        wanted = _wanted_ns(thread_id) - before
+    except OSError:
+        return False  # it has ended
+    return wanted > 0.8 * (time.monotonic_ns() - start)
+
+
+def _wanted_ns(thread_id: str) -> int:
+    """Time that a thread ran or waited for a core."""
+    ran, waited, _ = Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()
+    return int(ran) + int(waited)
+
+
+def make_immortal(thing: object) -> None:
+    """Keep ``thing`` from ever being destroyed, at interpreter exit too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

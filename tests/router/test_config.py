@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -137,3 +138,11 @@ def test_importing_it_brings_in_neither_an_engine_nor_a_web_server():
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_first_byte_does_not_wait_for_an_acknowledgement(host):
+    server = pytest.importorskip("kvtransport_vllm.router.server")
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.
+    with server._bound(host, 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP

@@ -87,7 +87,9 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--port is {port}; give 0 to 65535")
     address = host.strip("[]")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with
+    # it, the first byte of a stream can wait 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))

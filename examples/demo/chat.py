@@ -42,7 +42,7 @@ class Chat:
         self._http.close()
 
     def ask(
-        self, messages: list[Message], *, conversation: str, reuse: bool, max_tokens: int = 40
+        self, messages: list[Message], *, conversation: str, reuse: bool, max_tokens: int = 48
     ) -> Answer:
         """Ask for one greedy answer.
 

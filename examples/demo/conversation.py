@@ -25,40 +25,40 @@ _SIGHTS = (
     "a clock museum in the former depot",
     "a walking path along the old canal",
 )
-_RULES = (
-    "Answer in one or two short, friendly sentences.",
-    "Name stops exactly as the list below names them.",
-    "If a traveller asks for something that the list does not say, tell them to ask the staff.",
-    "Trains run every twenty minutes from six in the morning until eleven at night.",
-    "Bicycles travel free outside the rush hours; dogs travel free at any time.",
+_BEFORE = (
+    "You are a helpful assistant at a railway information desk. "
+    "Here is what you know about the stops.\n\n"
 )
+_AFTER = "\n\nUse what you know to help travellers. Answer politely in one or two short sentences."
 
 
 def system_prompt() -> str:
     """The handbook; the same text in every run."""
-    lines = ["You are the information desk of the Harbour and Hills Railway.", *_RULES, ""]
-    for number, stop in enumerate(_STOPS, 1):
-        lines.append(
-            f"Stop {number} is {stop}, {number * 7 - 4} minutes from the terminus, opened in "
-            f"{1872 + number * 3}. It has {2 + number % 3} platforms and "
-            f"{'a ticket office' if number % 2 else 'ticket machines only'}. Nearby is "
-            f"{_SIGHTS[number % len(_SIGHTS)]}. The station garden is kept by the volunteers of "
-            f"{stop}, who meet on the {('first', 'second', 'third')[number % 3]} Saturday of the "
-            "month."
-        )
-    return "\n".join(lines)
+    return _BEFORE + "\n".join(_stop(number) for number in range(1, len(_STOPS) + 1)) + _AFTER
+
+
+def _stop(number: int) -> str:
+    name = _STOPS[number - 1]
+    return (
+        f"{name}: stop {number}, {number * 7 - 4} minutes from the terminus, "
+        f"opened in {1872 + number * 3}. {2 + number % 3} platforms, "
+        f"{'ticket office' if number % 2 else 'ticket machines only'}. "
+        f"Nearby: {_SIGHTS[number % len(_SIGHTS)]}. "
+        f"The volunteers of {name} keep the station garden and meet on the "
+        f"{('first', 'second', 'third')[number % 3]} Saturday of the month."
+    )
 
 
 QUESTIONS = (
-    "Hello! Which stop should I visit if I like boats?",
-    "How long does the train take to get there from the terminus?",
-    "Can I bring my bicycle and my dog?",
-    "Thank you. Please sum up my plan for the day.",
+    "Hello! Who are you, and what can you help me with?",
+    "Where can I see boats near the railway?",
+    "Can I bring my bicycle on the train?",
+    "Please give me three tips for a day trip by train.",
 )
 EDITED = 1
 """Index of the question that the edited turn changes in the history."""
-EDITED_QUESTION = "And which stop is best for somebody who likes gardens?"
-LAST_QUESTION = "Is there a ticket office at that stop?"
+EDITED_QUESTION = "Where can I see gardens near the railway?"
+LAST_QUESTION = "Thank you! Is there anything else that I should see?"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def render(
     """The whole page; ``moved`` holds each engine's counters at the end."""
     template = Template((Path(__file__).parent / "page.html").read_text())
     return template.substitute(
-        ratio=f"{speedup(results):.1f}x",
+        title=escape(_title(results)),
         lead=escape(_lead(setting)),
         findings="".join(
             f'<li class="{"yes" if each.holds else "no"}">{escape(each.text)}</li>'
@@ -51,6 +51,11 @@ def render(
         transcript="\n".join(_said(each) for each in results),
         setting=escape(_setting(setting, moved)),
     )
+
+
+def _title(results: Sequence[Result]) -> str:
+    answers = "the same answers" if all(each.same for each in results) else "DIFFERENT ANSWERS"
+    return f"{speedup(results):.1f}x lower time to first token, {answers}"
 
 
 def _lead(setting: Setting) -> str:

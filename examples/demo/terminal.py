@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,15 +30,19 @@ def starting(console: Console, names: Sequence[str]) -> Iterator[Callable[[Servi
 def turns_table(results: Sequence[Result]) -> Table:
     """Tokens of the prefill engine with reuse, and both times to first token."""
     table = Table(
-        title="prefill engine, per turn (reuse on)", title_justify="left", box=SIMPLE_HEAD
+        title="prefill engine, per turn (reuse on)",
+        title_justify="left",
+        box=None,
+        padding=(0, 0, 0, 2),  # fits 80 columns
+        pad_edge=False,
     )
-    table.add_column("turn")
+    table.add_column("turn", no_wrap=True)
     for name in ("prompt", "local", "pulled", "recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("TTFT off", justify="right", no_wrap=True)
     table.add_column("TTFT on", justify="right", no_wrap=True)
-    table.add_column("ratio", justify="right")
-    table.add_column("answers")
+    table.add_column("ratio", justify="right", no_wrap=True)
+    table.add_column("answers", no_wrap=True)
     for each in results:
         on = each.on
         counts = [f"{on.tokens(kind):,}" for kind in ("prompt", "local", "pulled", "recomputed")]

@@ -21,9 +21,7 @@ OLDEST = (0, 30)
 NEWEST = (0, 32)
 
 
-def check(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: AdapterConfig
-) -> None:
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: AdapterConfig) -> None:
     """Raise ``UnsupportedError`` or ``ConfigError`` if this engine can't take part."""
     check_version(_version())
     _check_cache(kv_cache_config)
@@ -54,7 +52,7 @@ def check_version(version: str) -> None:
 def _version() -> str:
     import vllm
 
-    return vllm.__version__
+    return str(vllm.__version__)
 
 
 def _check_cache(config: KVCacheConfig) -> None:

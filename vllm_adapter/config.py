@@ -67,7 +67,7 @@ class AdapterConfig:
         if self.kv_recompute_threshold < 0:
             msg = f"kv_recompute_threshold={self.kv_recompute_threshold} must be 0 or more tokens"
             raise ConfigError(msg)
-        if not 1 <= self.group_tokens <= 1024:  # noqa: PLR2004  # a sane range, said in the text
+        if not 1 <= self.group_tokens <= 1024:  # a sane range, said in the text
             msg = f"group_tokens={self.group_tokens} must be between 1 and 1024"
             raise ConfigError(msg)
 

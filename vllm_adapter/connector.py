@@ -65,12 +65,12 @@ class KVTransportConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        assert self._scheduler_side is not None  # noqa: S101  # vLLM calls only our role's hooks
+        assert self._scheduler_side is not None  # vLLM calls only our role's hooks
         return self._scheduler_side
 
     @property
     def worker_side(self) -> WorkerSide:
-        assert self._worker_side is not None  # noqa: S101  # vLLM calls only our role's hooks
+        assert self._worker_side is not None  # vLLM calls only our role's hooks
         return self._worker_side
 
     # -- scheduler process -------------------------------------------------
@@ -138,7 +138,7 @@ class KVTransportConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)  # noqa: S101  # made by our scheduler side
+        assert isinstance(metadata, StepMetadata)  # made by our scheduler side
         self.worker_side.start(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -187,5 +187,3 @@ class KVTransportConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_side.shutdown()
         if self._worker_side is not None:
             self._worker_side.shutdown()
-
-

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import logging
 import secrets
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,7 @@ class Engine:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: AdapterConfig
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None  # noqa: S101  # vLLM makes no connector without it
+        assert transfer is not None  # vLLM makes no connector without it
         self.config = config
         self.boot_id = boot_id()
         self.block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
@@ -94,9 +93,7 @@ class Engine:
         exports = [decode_rank_export(blob) for blob in blobs.values()]
         self.tables = len(exports[0].tables)
         self.block_nbytes = sum(t.block_nbytes for e in exports for t in e.tables)
-        self.control.set_agents(
-            {pp * self._tp_size + tp: blob for (pp, tp), blob in blobs.items()}
-        )
+        self.control.set_agents({pp * self._tp_size + tp: blob for (pp, tp), blob in blobs.items()})
 
     # -- holding -----------------------------------------------------------
 
@@ -164,9 +161,7 @@ class Engine:
     def decide(self, question: PullQuestion) -> Decision:
         return self.recompute.decide(question)
 
-    def observe_transfer(
-        self, *, peer: str, report: PullReport, total_s: float
-    ) -> None:
+    def observe_transfer(self, *, peer: str, report: PullReport, total_s: float) -> None:
         """Teach the recompute policy what a pull really cost."""
         self.recompute.observe_transfer(
             peer=peer,
@@ -200,7 +195,7 @@ def open_worker(
     tp_rank = get_tensor_model_parallel_rank()
     rank = get_pp_group().rank_in_group * parallel.tensor_parallel_size + tp_rank
     transfer = vllm_config.kv_transfer_config
-    assert transfer is not None  # noqa: S101  # vLLM makes no connector without it
+    assert transfer is not None  # vLLM makes no connector without it
     facts = fingerprint(vllm_config, kv_cache_config, group_tokens=config.group_tokens)
     return WorkerSide(
         agent_name=f"{transfer.engine_id}.{rank}.{secrets.token_hex(4)}",
@@ -227,8 +222,8 @@ def computed_tokens(request: Request) -> int:
     Steps in flight are not counted, and neither is the last sampled token: its
     KV would only be computed by the next step.
     """
-    done = request.num_computed_tokens - request.num_in_flight_tokens
-    return max(0, min(done, request.num_tokens - 1))
+    done: int = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, min(done, int(request.num_tokens) - 1))
 
 
 def boot_id() -> str:

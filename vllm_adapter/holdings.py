@@ -52,7 +52,7 @@ class HeldBlocks:
 
     @property
     def free_blocks(self) -> int:
-        return self.pool.get_num_free_blocks()
+        return int(self.pool.get_num_free_blocks())
 
     @property
     def quarantined_blocks(self) -> int:

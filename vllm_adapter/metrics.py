@@ -50,9 +50,7 @@ COUNTERS = (
         ("direction", "source"),
     ),
     Series("kvtransport_pulled_bytes_total", "Bytes of KV read from peers.", ("direction",)),
-    Series(
-        "kvtransport_descriptors_total", "Descriptors posted for these bytes.", ("direction",)
-    ),
+    Series("kvtransport_descriptors_total", "Descriptors posted for these bytes.", ("direction",)),
     Series(
         "kvtransport_content_divergence_total",
         "Lookups in which a held conversation continues differently than the prompt.",
@@ -75,7 +73,10 @@ GAUGES = (
 )
 HISTOGRAMS = (
     Series(
-        "kvtransport_lookup_seconds", "From arrival to the lookup's answer.", ("direction",), _SECONDS
+        "kvtransport_lookup_seconds",
+        "From arrival to the lookup's answer.",
+        ("direction",),
+        _SECONDS,
     ),
     Series(
         "kvtransport_transfer_seconds",

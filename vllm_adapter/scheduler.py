@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvtransport.lease.held import HeldLease
     from kvtransport_vllm.engine import Engine
-    from kvtransport_vllm.meta import BlockIds, PullReport
+    from kvtransport_vllm.meta import PullReport
     from kvtransport_vllm.params import TransferParams
     from kvtransport_vllm.stats import TransportStats
 
@@ -74,9 +74,7 @@ class SchedulerSide:
             self.telemetry.refused_params(request.request_id, wanted.refused)
         if not (wanted.prefill_only or wanted.remote_prefill):
             return
-        turn = Turn(
-            request, "prefill_to_decode" if wanted.remote_prefill else "decode_to_prefill"
-        )
+        turn = Turn(request, "prefill_to_decode" if wanted.remote_prefill else "decode_to_prefill")
         self._turns[request.request_id] = turn
         reason = self._unwilling(turn, wanted)
         if reason:
@@ -167,7 +165,7 @@ class SchedulerSide:
         return beyond, True
 
     def _question(self, turn: Turn, beyond: int) -> PullQuestion:
-        assert turn.lease is not None  # noqa: S101  # only called with a lease in hand
+        assert turn.lease is not None  # only called with a lease in hand
         first, end = self._span(turn.local_tokens, beyond)
         remote = turn.lease.block_ids[0][first:end]
         runs = 1 + int(np.count_nonzero(np.diff(remote) != 1)) if len(remote) else 0
@@ -214,7 +212,7 @@ class SchedulerSide:
 
     def _start(self, turn: Turn, block_ids: tuple[list[int], ...], tokens: int) -> None:
         lease = turn.lease
-        assert lease is not None  # noqa: S101  # FOUND implies a lease
+        assert lease is not None  # FOUND implies a lease
         first, end = self._span(turn.local_tokens, tokens)
         local = tuple(np.asarray(ids[first:end], dtype=np.int32) for ids in block_ids)
         remote = tuple(np.asarray(ids[first:end], dtype=np.int32) for ids in lease.block_ids)
@@ -327,7 +325,7 @@ class SchedulerSide:
         self._learn(turn, report)
 
     def _learn(self, turn: Turn, report: PullReport) -> None:
-        assert turn.lease is not None  # noqa: S101  # a pull has one
+        assert turn.lease is not None  # a pull has one
         self._engine.observe_transfer(
             peer=peer_name(turn.lease),
             report=report,

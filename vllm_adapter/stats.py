@@ -43,7 +43,7 @@ class TransportStats(KVConnectorStats):
         self.data["samples"].setdefault(key, []).append(value)
 
     def reset(self) -> None:
-        self.data = {"counters": {}, "gauges": {}, "samples": {}}
+        self.data: dict[str, Any] = {"counters": {}, "gauges": {}, "samples": {}}
 
     def aggregate(self, other: KVConnectorStats) -> TransportStats:
         for key, amount in other.data["counters"].items():

@@ -25,6 +25,8 @@ _MOST_IN_FLIGHT = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """A planned step; ``prefill`` when some request computes more than one token."""
+
     began_s: float
     tokens: int
     context_tokens: int

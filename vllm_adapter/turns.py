@@ -29,6 +29,8 @@ Direction = Literal["prefill_to_decode", "decode_to_prefill"]
 
 
 class Phase(Enum):
+    """Where a turn is; see the module's diagram."""
+
     LOOKING = "looking"
     FOUND = "found"
     LOADING = "loading"
@@ -59,7 +61,8 @@ class Turn:
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        name: str = self.request.request_id
+        return name
 
     def found(self, lease: HeldLease) -> None:
         self.lease = lease

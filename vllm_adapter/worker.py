@@ -21,7 +21,7 @@ import msgspec
 
 from kvtransport import errors
 from kvtransport.agent import Agent
-from kvtransport.layout.blocks import BlockTable, Pair
+from kvtransport.layout.blocks import BlockPair, BlockTable, Pair
 from kvtransport.transfer import Transfer, TransferState
 from kvtransport_vllm import kv_layout, outcomes
 from kvtransport_vllm.meta import (
@@ -67,6 +67,8 @@ class KnownPeer:
 
 @dataclass(slots=True)
 class ActivePull:
+    """A pull that has not been reported; ``transfer`` is None until it is posted."""
+
     job: PullJob
     deadline_s: float
     transfer: Transfer | None = None
@@ -159,7 +161,7 @@ class WorkerSide:
         try:
             if self._rank not in agents:
                 msg = f"engine {key.engine_id} has no rank {self._rank}, only {sorted(agents)}"
-                raise errors.IncompatiblePeerError(msg)  # noqa: TRY301  # one handler for all
+                raise errors.IncompatiblePeerError(msg)  # one handler for all
             export = decode_rank_export(agents[self._rank])
             peer = self.agent.add_peer(export.agent)
             self._peers[key] = KnownPeer(peer, self._match(peer, export))
@@ -225,7 +227,7 @@ class WorkerSide:
         except errors.KVTransportError as error:
             self._end(pull, outcome_of(error), str(error))
 
-    def _pairs(self, job: PullJob, known: KnownPeer) -> list[Pair]:
+    def _pairs(self, job: PullJob, known: KnownPeer) -> list[BlockPair]:
         (local,), (remote,) = job.local_blocks, job.remote_blocks
         return [
             Pair.blocks(mine, theirs, local, remote)
@@ -285,9 +287,7 @@ class WorkerSide:
         )
         del self._pulls[pull.job.request_id]
 
-    def _end(
-        self, pull: ActivePull, error: str, detail: str, *, quarantined: bool = False
-    ) -> None:
+    def _end(self, pull: ActivePull, error: str, detail: str, *, quarantined: bool = False) -> None:
         logger.warning("pull of request %s: %s (%s)", pull.job.request_id, error, detail)
         self._ended[pull.job.request_id] = PullReport(
             error=error, detail=detail, quarantined=quarantined

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.sim import Sim, SimPair, reference
 
 from kvtransport import errors
 from kvtransport_vllm import outcomes
-from support.sim import Sim, SimPair, reference
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -67,7 +67,7 @@ def test_failed_pull_is_recomputed(
     if local == "some":
         pair.p.add("seed", prompt[:64], max_tokens=1)
         pair.p.finish("seed")
-    pair.p.worker._agent = FailingReads(pair.p.worker._agent, error)  # type: ignore[union-attr,assignment]  # noqa: SLF001
+    pair.p.worker._agent = FailingReads(pair.p.worker._agent, error)  # type: ignore[union-attr,assignment]
     answer, turn = pair.turn(prompt)
     assert answer == reference(prompt, 8)
     assert turn["outcome"] == outcome
@@ -148,7 +148,7 @@ def test_abort_frees_everything_once(pairs: list[SimPair], when: str) -> None:
 
 
 def _phase(sim: Sim, request_id: str) -> str:
-    turn = sim.side._turns.get(request_id)  # noqa: SLF001
+    turn = sim.side._turns.get(request_id)
     return "" if turn is None else turn.phase.value
 
 
@@ -161,7 +161,9 @@ def test_random_aborts_leak_nothing(pairs: list[SimPair], seed: int) -> None:
     history = tokens(200, seed)
     for i in range(60):
         name = f"r{i}"
-        prompt = history[: rng.randrange(1, 200)] + tokens(rng.randrange(1, 60), rng.randrange(10**6))
+        prompt = history[: rng.randrange(1, 200)] + tokens(
+            rng.randrange(1, 60), rng.randrange(10**6)
+        )
         live[name] = prompt
         sim = rng.choice([pair.p, pair.d])
         role = {"do_remote_decode": True} if sim is pair.p else {"do_remote_prefill": True}

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.sim import Sim, reference
+from support.sim_process import RemoteSim
 
 from kvtransport_vllm import outcomes
 from kvtransport_vllm.launch import free_ports
-from support.sim import Sim, reference
-from support.sim_process import RemoteSim
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -57,9 +57,7 @@ class Fixture:
 
     def turn(self, prompt: list[int], max_tokens: int = 8) -> tuple[list[int], dict[str, Any]]:
         params = self.prefill(prompt)
-        answer = self.d.complete(
-            f"d{self.serial}", prompt, max_tokens=max_tokens, params=params
-        )
+        answer = self.d.complete(f"d{self.serial}", prompt, max_tokens=max_tokens, params=params)
         return answer, params["kvt_turn"]
 
     def restart(self) -> None:

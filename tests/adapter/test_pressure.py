@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-
 from support.sim import BLOCK, Sim, reference
 
 

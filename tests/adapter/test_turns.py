@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from support.sim import BLOCK, SimPair, reference
 
 GROUP = 16
@@ -159,8 +158,8 @@ def test_reset_gives_up_what_is_retained(pair: SimPair) -> None:
 def test_reuse_switched_off_for_one_request(pair: SimPair) -> None:
     history = first_turn(pair, tokens(300))
     forget(pair)
-    answer, turn = pair.turn(history + [7], p_params={"kvt_reuse": False})
-    assert answer == reference(history + [7], 8)
+    answer, turn = pair.turn([*history, 7], p_params={"kvt_reuse": False})
+    assert answer == reference([*history, 7], 8)
     assert turn["outcome"] == "disabled"
     assert turn["pulled_tokens"] == 0
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import json
 import re
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import vllm
@@ -38,47 +40,7 @@ FUNCTIONS = {
     ),
 }
 
-PINS: dict[str, dict[str, str]] = {
-    "0.30": {
-        "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving": "52bf676991df0f82",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv": "1ce09429eea0215a",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished": "b6540d0fb4997125",
-        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": "4b0a66b339a47053",
-        "vllm.v1.core.sched.scheduler:Scheduler._free_request": "ac96cbc501ce576d",
-        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "8b03285f3f6bb39e",
-        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": "283de935fe62272d",
-        "vllm.v1.core.block_pool:BlockPool.touch": "9e08b26decc08ed2",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks": "734fa41937d6a9a7",
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output": "267d7b67a3f8156b",
-        "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": "975b6e7a1ada5fcc",
-    },
-    "0.31": {
-        "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving": "52bf676991df0f82",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv": "b75af7a932eabe61",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished": "b6540d0fb4997125",
-        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": "4b0a66b339a47053",
-        "vllm.v1.core.sched.scheduler:Scheduler._free_request": "62dcd6a58cb12125",
-        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "9f8f1660569a967c",
-        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": "2136e2ffcecf2b52",
-        "vllm.v1.core.block_pool:BlockPool.touch": "9e08b26decc08ed2",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks": "734fa41937d6a9a7",
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output": "c79ecd68d9f8558c",
-        "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": "975b6e7a1ada5fcc",
-    },
-    "0.32": {
-        "vllm.v1.core.sched.scheduler:Scheduler._handle_failed_recving": "52bf676991df0f82",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv": "038939f2969f2254",
-        "vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished": "c708a4073fdcb50c",
-        "vllm.v1.core.sched.scheduler:Scheduler._connector_finished": "4b0a66b339a47053",
-        "vllm.v1.core.sched.scheduler:Scheduler._free_request": "efc6d43fc80acee8",
-        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "9f8f1660569a967c",
-        "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": "18dc07bcae64dde3",
-        "vllm.v1.core.block_pool:BlockPool.touch": "9e08b26decc08ed2",
-        "vllm.v1.core.block_pool:BlockPool.free_blocks": "734fa41937d6a9a7",
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output": "c79ecd68d9f8558c",
-        "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate": "975b6e7a1ada5fcc",
-    },
-}
+PINS: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "vllm_pins.json").read_text())
 
 
 def minor() -> str:
@@ -112,5 +74,5 @@ def test_function_is_the_one_the_adapter_was_written_for(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in FUNCTIONS:
-        print(f'        "{name}": "{current(name)}",')
+    pins = {minor(): {name: current(name) for name in FUNCTIONS}}
+    print(json.dumps(pins, indent=1))  # noqa: T201  # a program's output

@@ -176,7 +176,7 @@ class Sim:
 
     def _open_worker(self, blocks: int) -> None:
         side = self.side
-        engine = side._engine  # noqa: SLF001  # the harness stands where vLLM's worker does
+        engine = side._engine  # the harness stands where vLLM's worker does
         self.worker = WorkerSide(
             agent_name=f"{engine.identity.engine_id}.0",
             rank=0,
@@ -224,7 +224,7 @@ class Sim:
 
     @property
     def address(self) -> str:
-        return str(self.side._engine.control.address)  # noqa: SLF001
+        return str(self.side._engine.control.address)
 
     @property
     def free_blocks(self) -> int:
@@ -253,7 +253,9 @@ class Sim:
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=salt,
-            block_hasher=self._hasher if self.vllm_config.cache_config.enable_prefix_caching else None,
+            block_hasher=self._hasher
+            if self.vllm_config.cache_config.enable_prefix_caching
+            else None,
         )
         self.answers[request_id] = []
         self.scheduler.add_request(request)
@@ -335,7 +337,11 @@ class Sim:
     # -- running -----------------------------------------------------------
 
     def run(
-        self, until: Callable[[], bool] | None = None, *, timeout_s: float = 20.0, max_steps: int = 20_000
+        self,
+        until: Callable[[], bool] | None = None,
+        *,
+        timeout_s: float = 20.0,
+        max_steps: int = 20_000,
     ) -> None:
         """Step until ``until`` holds, or until nothing is left to do."""
         end = time.monotonic() + timeout_s
@@ -376,7 +382,7 @@ class SimPair:
     def wait_connected(self, timeout_s: float = 10.0) -> None:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            if all(s.side._engine.control.engines() for s in (self.p, self.d)):  # noqa: SLF001
+            if all(s.side._engine.control.engines() for s in (self.p, self.d)):
                 return
             time.sleep(0.01)
         msg = "the control planes did not find each other"

@@ -98,8 +98,12 @@ def serve(arguments: dict[str, Any]) -> None:
         while "\n" in pending:
             line, pending = pending.split("\n", 1)
             request = json.loads(line)
-            sim.add(request["name"], request["prompt"], max_tokens=request.get("max_tokens", 8),
-                    params=request.get("params"))
+            sim.add(
+                request["name"],
+                request["prompt"],
+                max_tokens=request.get("max_tokens", 8),
+                params=request.get("params"),
+            )
             answer = sim.finish(request["name"], timeout_s=50)
             answers.write(json.dumps({"answer": answer}) + "\n")
     sim.close()

@@ -47,7 +47,8 @@ from kvtransport.metadata import INCARNATION_BYTES, Body, Header, encode
 from kvtransport.options import AgentOptions
 from kvtransport.peer import Peer, PeerState
 from kvtransport.peers import PeerTable
-from kvtransport.plan import Plan, Planner
+from kvtransport.plan import Plan
+from kvtransport.planner import make_plan
 from kvtransport.posting import Posting
 from kvtransport.progress import Progress
 from kvtransport.region import Region
@@ -345,12 +346,12 @@ class Agent:
     def notify(self, peer: Peer, payload: bytes, *, deadline_s: float | None = None) -> Transfer:
         """Send a message that belongs to no data."""
         op = Op.WRITE if self.capabilities.can_write else Op.READ
-        return self.post(Plan(op, peer, (), (), (), 0, 0), deadline_s=deadline_s, notify=payload)
+        return self.post(Plan(op, peer), deadline_s=deadline_s, notify=payload)
 
     def prepare(self, op: Op, peer: Peer, pairs: Iterable[AnyPair]) -> Plan:
         """Check and merge once what is to be posted many times with ``post``."""
         self._gate.check()
-        return Planner(op, peer, self._regions.by_id, self.capabilities).plan(pairs)
+        return make_plan(op, peer, pairs, self._regions.by_id, self.capabilities)
 
     def post(
         self, plan: Plan, *, deadline_s: float | None = None, notify: bytes | None = None
@@ -370,7 +371,8 @@ class Agent:
         """Progress, then return ended transfers and lost peers since the last call."""
         self._gate.check()
         with self._lock:
-            self._gate.check()
+            if self._gate.state != "open":
+                self._gate.check()
             self._progress.step()
             return self._events.take()
 
@@ -378,7 +380,8 @@ class Agent:
         """Progress, then return the messages that arrived since the last call."""
         self._gate.check()
         with self._lock:
-            self._gate.check()
+            if self._gate.state != "open":
+                self._gate.check()
             self._progress.step()
             return self._events.take_notifications()
 

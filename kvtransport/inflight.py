@@ -195,7 +195,7 @@ class InFlight:
 
     def drain(self, transfer: Transfer, reason: KVTransportError) -> None:
         """Begin to end a transfer early; it is terminal at once when nothing is posted."""
-        if transfer.state is TransferState.DRAINING or transfer.done:
+        if transfer.state is TransferState.DRAINING or transfer.state.terminal:
             return
         transfer.state = TransferState.DRAINING
         transfer.error = reason
@@ -220,7 +220,7 @@ class InFlight:
 
     def cancel(self, transfer: Transfer) -> None:
         """A user's cancel; raises ``UnsupportedError`` when the backend has none."""
-        if transfer.done or transfer.state is TransferState.DRAINING:
+        if transfer.state.terminal or transfer.state is TransferState.DRAINING:
             return
         if self._capabilities.cancel == "none":
             raise UnsupportedError(
@@ -230,7 +230,7 @@ class InFlight:
 
     def _settle(self, transfer: Transfer) -> None:
         """End the transfer if nothing of it is open any more."""
-        if transfer.open_tickets or transfer.parts or transfer.done:
+        if transfer.open_tickets or transfer.parts or transfer.state.terminal:
             return
         if not transfer.dropped_parts:
             transfer.error = None
@@ -254,7 +254,7 @@ class InFlight:
                 transfer.op.value,
                 transfer.nbytes,
                 transfer.peer.name,
-                state.value,
+                state.text,
                 transfer.error,
             )
         self._on_finished(transfer)

@@ -27,9 +27,12 @@ class PeerState(Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RemoteRegion:
-    """A region of one incarnation of a peer; stale once the peer says otherwise."""
+    """A region of one incarnation of a peer; stale once the peer says otherwise.
+
+    Compared by identity: metadata imported later gives new objects.
+    """
 
     peer: Peer = field(repr=False)
     name: str

@@ -58,7 +58,8 @@ class Posting:
             check_duration(deadline_s, "deadline_s")
         parts = plan.parts or ((EMPTY,) if notify is not None else ())
         with self._lock:
-            self._gate.check()
+            if self._gate.state != "open":
+                self._gate.check()
             plan.check_current()
             self._peers.check_known(plan.peer)
             now = monotonic()
@@ -114,23 +115,23 @@ class Posting:
     def step(self, transfer: Transfer) -> bool:
         """Progress once; whether the transfer is terminal."""
         with self._lock:
-            if not transfer.done:
+            if not transfer.state.terminal:
                 # A closing agent still drains, and closing ends every transfer.
                 self._gate.check_process()
                 self._progress.step()
-            return transfer.done
+            return transfer.state.terminal
 
     def _give_up(self, transfer: Transfer) -> None:
         """Begin to drain a transfer that was waited for in vain; raises unless it ended."""
         with self._lock:
             late = self._inflight.timeout_error(transfer, monotonic())
             self._inflight.drain(transfer, late)
-            if not transfer.done:
+            if not transfer.state.terminal:
                 raise late
 
     def cancel(self, transfer: Transfer) -> None:
         """Implements ``Transfer.cancel``."""
         with self._lock:
-            if not transfer.done:
+            if not transfer.state.terminal:
                 self._gate.check_process()
                 self._inflight.cancel(transfer)

@@ -39,14 +39,15 @@ class Progress:
 
     def step(self) -> None:
         """Progress without blocking; raises only what the backend's poll raises."""
+        inflight = self._inflight
         for event in edge.call(self._backend.poll):
             if type(event) is Completion:
-                self._inflight.complete(event)
+                inflight.complete(event)
             else:
                 self._dispatch(event)
-        inflight = self._inflight
-        if monotonic() >= inflight.next_check:
-            inflight.sweep(monotonic())
+        now = monotonic()
+        if now >= inflight.next_check:
+            inflight.sweep(now)
         if inflight.waiting:
             inflight.pump()
         if self._peers.leaving:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtransport.transfer import Transfer
+from kvtransport.backend import Op
+from kvtransport.transfer import Transfer, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Counters:
     peers_lost: int = 0
 
     def finished(self, transfer: Transfer) -> None:
-        op, state = transfer.op.value, transfer.state.value
-        key = (op, state)
+        op, state = "read" if transfer.op is Op.READ else "write", transfer.state
+        key = (op, state.text)
         self.transfers[key] = self.transfers.get(key, 0) + 1
-        if state == "done":
+        if state is TransferState.DONE:
             self.bytes_moved[op] = self.bytes_moved.get(op, 0) + transfer.nbytes
             self.descriptors[op] = self.descriptors.get(op, 0) + transfer.descriptors

@@ -37,20 +37,12 @@ class TransferState(Enum):
     CANCELLED = "cancelled"
     QUARANTINED = "quarantined"
 
-    @property
-    def terminal(self) -> bool:
+    def __init__(self, text: str) -> None:
+        # Plain attributes: these are read several times per transfer, and hashing
+        # a member or reading its ``value`` runs Python code.
+        self.text = text
+        self.terminal = text in {"done", "failed", "cancelled", "quarantined"}
         """Whether the state never changes again."""
-        return self in _TERMINAL
-
-
-_TERMINAL = frozenset(
-    {
-        TransferState.DONE,
-        TransferState.FAILED,
-        TransferState.CANCELLED,
-        TransferState.QUARANTINED,
-    }
-)
 
 
 class TransferDriver(Protocol):
@@ -131,11 +123,11 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether the transfer is terminal, successfully or not."""
-        return self.state in _TERMINAL
+        return self.state.terminal
 
     def poll(self) -> TransferState:
         """Progress the agent without blocking and return the state."""
-        if not self.done:
+        if not self.state.terminal:
             self._driver.step(self)
         return self.state
 
@@ -160,5 +152,5 @@ class Transfer:
     def __repr__(self) -> str:
         return (
             f"<Transfer {self.transfer_id} {self.op.value} {self.peer.name!r} "
-            f"{self.nbytes} bytes {self.state.value}>"
+            f"{self.nbytes} bytes {self.state.text}>"
         )

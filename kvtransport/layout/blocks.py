@@ -8,14 +8,11 @@ transfer that share their index vectors (the layers of a model) are merged once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from kvtransport.errors import DescriptorError, OutOfBoundsError
-
-Index: TypeAlias = NDArray[np.int64]
 
 
 class Memory(Protocol):
@@ -120,28 +117,3 @@ class Pair:
 
 
 AnyPair: TypeAlias = BlockPair | RangePair
-
-
-def as_vector(values: Any, what: str) -> Index:
-    """Return ``values`` as an int64 vector without negative entries.
-
-    Raises ``DescriptorError`` for anything but one-dimensional integers and
-    ``OutOfBoundsError`` for values outside 0 .. 2^63 - 1.
-    """
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DescriptorError(f"{what} must be a vector of integers: {error}") from error
-    if array.size == 0 and array.ndim <= 1:
-        return np.empty(0, np.int64)
-    if array.ndim != 1:
-        raise DescriptorError(f"{what} must be one-dimensional, got shape {array.shape}")
-    # numpy turns a list that holds integers beyond int64 into objects or floats.
-    if array.dtype.kind in "Of" and all(type(v) is int for v in values):
-        raise OutOfBoundsError(f"{what} holds a value outside 0 .. 2^63 - 1")
-    if array.dtype.kind not in "iu":
-        raise DescriptorError(f"{what} must hold integers, got dtype {array.dtype}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= 1 << 63:
-        raise OutOfBoundsError(f"{what} holds {low if low < 0 else high}, outside 0 .. 2^63 - 1")
-    return array.astype(np.int64, copy=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransport.layout.blocks import Index
+from kvtransport.layout.vector import Index, Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,29 +25,40 @@ class Runs:
     length: Index
 
 
-def index_runs(local: Index, remote: Index) -> Runs:
-    """Merge equal-length block index vectors into runs of blocks.
+def index_runs(local: Vector, remote: Vector) -> Runs:
+    """Merge equal-length, non-empty block index vectors into runs of blocks.
 
     Merging ``[4, 5, 6, 9]`` with ``[0, 1, 2, 3]`` gives ``(4, 0, 3), (9, 3, 1)``.
     """
-    if len(local) > 1 and not (local[1:] > local[:-1]).all():
-        order = np.argsort(local, kind="stable")
-        local, remote = local[order], remote[order]
-    joined = (local[1:] - local[:-1] == 1) & (remote[1:] - remote[:-1] == 1)
-    if joined.all():
-        return Runs(local[:1], remote[:1], np.full(min(1, len(local)), len(local), np.int64))
-    start = np.flatnonzero(np.concatenate(([True], ~joined)))
-    length = np.diff(start, append=len(local))
-    return Runs(local[start], remote[start], length)
+    mine, theirs = local.values, remote.values
+    if not local.rising:
+        order = np.argsort(mine, kind="stable")
+        mine, theirs = mine[order], theirs[order]
+    apart = (mine[1:] - mine[:-1] != 1) | (theirs[1:] - theirs[:-1] != 1)
+    return _runs(mine, theirs, apart)
+
+
+def _runs(mine: Index, theirs: Index, apart: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Runs:
+    """Cut where ``apart`` is true between two neighbours."""
+    cuts = apart.nonzero()[0]
+    start = np.empty(len(cuts) + 1, np.int64)
+    start[0] = 0
+    np.add(cuts, 1, out=start[1:])
+    length = np.empty_like(start)
+    np.subtract(start[1:], start[:-1], out=length[:-1])
+    length[-1] = len(mine) - start[-1]
+    return Runs(mine[start], theirs[start], length)
 
 
 def range_runs(local: Index, remote: Index, nbytes: Index) -> Runs:
     """Merge byte ranges in the order given; lengths are bytes, all positive."""
-    joined = (local[1:] == local[:-1] + nbytes[:-1]) & (remote[1:] == remote[:-1] + nbytes[:-1])
-    start = np.flatnonzero(np.concatenate(([True], ~joined)))
+    size = nbytes[:-1]
+    apart = (local[1:] != local[:-1] + size) | (remote[1:] != remote[:-1] + size)
+    cuts = apart.nonzero()[0]
+    start = np.concatenate((np.zeros(1, np.int64), cuts + 1))
     return Runs(local[start], remote[start], np.add.reduceat(nbytes, start))
 
 
-def single_blocks(local: Index, remote: Index) -> Runs:
+def single_blocks(local: Vector, remote: Vector) -> Runs:
     """One run per block: what tables with gaps between their blocks need."""
-    return Runs(local, remote, np.ones(len(local), np.int64))
+    return Runs(local.values, remote.values, np.ones(len(local), np.int64))

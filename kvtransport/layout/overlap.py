@@ -14,20 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvtransport.backend import Blocks
-from kvtransport.layout.blocks import BlockTable, Index, Memory
-
-
-def has_duplicates(index: Index) -> bool:
-    """Whether any entry of a non-negative vector occurs twice."""
-    if (index[1:] > index[:-1]).all():
-        return False
-    high = int(index.max())
-    if high < 16 * len(index):
-        seen = np.zeros(high + 1, bool)
-        seen[index] = True
-        return int(np.count_nonzero(seen)) != len(index)
-    ordered = np.sort(index)
-    return bool((ordered[1:] == ordered[:-1]).any())
+from kvtransport.layout.blocks import BlockTable, Memory
+from kvtransport.layout.vector import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""The path for transfers of a few descriptors.
+"""Short pairs as Python integers.
 
 Below a handful of elements numpy's cost per call exceeds its work many times,
-and for a transfer of 64 KiB that is a visible part of the whole.  The checks are
-those of the vector path; a property test holds the two together.
+and for a transfer of 64 KiB that is a visible part of the whole.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtransport.errors import LengthMismatchError
 from kvtransport.layout.blocks import BlockPair, RangePair
 
-SHORT = 4
-"""Vectors up to this length are handled as Python integers."""
+SHORT = 8
+"""Vectors up to this length are short."""
 
 _LIMIT = 1 << 63
 
@@ -25,17 +23,13 @@ Row = tuple[int, int, int]
 
 
 def short_ints(values: Any) -> list[int] | None:
-    """Return a short vector of valid integers as a list.
-
-    None sends the caller to the vector path, which handles everything and
-    reports what is wrong.
-    """
-    if isinstance(values, np.ndarray):
-        if values.ndim != 1 or values.size > SHORT or values.dtype.kind not in "iu":
+    """Return a short vector of integers from 0 to 2^63 - 1 as a list, else None."""
+    if type(values) is np.ndarray:
+        if values.ndim != 1 or len(values) > SHORT or values.dtype.kind not in "iu":
             return None
         found: list[int] = values.tolist()
     elif type(values) in {list, tuple} and len(values) <= SHORT:
-        found = list(values)
+        found = values
         for value in found:
             if type(value) is not int:
                 return None
@@ -48,36 +42,40 @@ def short_ints(values: Any) -> list[int] | None:
 
 
 def short_ranges(pair: RangePair) -> list[Row] | None:
-    """Rows of a range pair, without empty ones; None when it is not short."""
+    """Rows of a short range pair that lies inside its regions, else None."""
     local, remote = short_ints(pair.local_offset), short_ints(pair.remote_offset)
+    nbytes: Any = pair.nbytes
     if local is None or remote is None:
         return None
-    nbytes: Any = pair.nbytes
     if type(nbytes) is int and 0 <= nbytes < _LIMIT:
         sizes: list[int] | None = [nbytes] * len(local)
     else:
         sizes = short_ints(nbytes)
     if sizes is None or not len(local) == len(remote) == len(sizes):
         return None
-    return [row for row in zip(local, remote, sizes, strict=True) if row[2]]
+    mine, theirs = pair.local.nbytes, pair.remote.nbytes
+    rows = []
+    for row in zip(local, remote, sizes, strict=True):
+        lo, ro, n = row
+        if lo + n > mine or ro + n > theirs:
+            return None
+        if n:
+            rows.append(row)
+    return rows
 
 
 def short_blocks(pair: BlockPair) -> list[Row] | None:
-    """Rows of a block pair with valid indices; None when it is not short."""
+    """Rows of a short block pair with valid indices, else None."""
     mine, theirs = pair.local, pair.remote
+    size = mine.block_nbytes
     local, remote = short_ints(pair.local_index), short_ints(pair.remote_index)
-    if local is None or remote is None:
+    if local is None or remote is None or len(local) != len(remote) or size != theirs.block_nbytes:
         return None
-    if len(local) != len(remote):
-        raise LengthMismatchError(
-            f"local_index names {len(local)} blocks, remote_index {len(remote)}"
-        )
     rows = []
     for i, j in zip(local, remote, strict=True):
         if i >= mine.count or j >= theirs.count:
             return None
-        offsets = mine.base + i * mine.stride, theirs.base + j * theirs.stride
-        rows.append((*offsets, mine.block_nbytes))
+        rows.append((mine.base + i * mine.stride, theirs.base + j * theirs.stride, size))
     return rows
 
 
@@ -94,7 +92,7 @@ def merge_rows(rows: list[Row]) -> list[Row]:
     return merged
 
 
-def overlapping(rows: list[Row], side: int) -> bool:
-    """Whether two rows share bytes on side 0 (local) or 1 (remote)."""
-    spans = sorted((row[side], row[side] + row[2]) for row in rows)
-    return any(a[1] > b[0] for a, b in pairwise(spans))
+def overlapping(spans: list[tuple[int, int, int]]) -> bool:
+    """Whether two of the spans (region id, start, end) share bytes."""
+    spans.sort()
+    return any(a[0] == b[0] and a[2] > b[1] for a, b in pairwise(spans))

@@ -16,8 +16,8 @@ from kvtransport.backend import Blocks, Op
 from kvtransport.errors import DescriptorError
 from kvtransport.layout.blocks import BlockTable, Pair
 from kvtransport.layout.merge import index_runs
-from kvtransport.layout.overlap import has_duplicates
 from kvtransport.layout.split import split_blocks
+from kvtransport.layout.vector import as_vector
 
 SIZE = 4096
 
@@ -105,8 +105,8 @@ def test_short_and_vector_path_agree(pair_of_agents, rows):
     region, theirs = here.regions[0], peer.region("one")
     local, remote, nbytes = ([row[i] for row in rows] for i in range(3))
     results = []
-    for few in (8, -1):
-        with patch("kvtransport.plan._FEW_PAIRS", few):
+    for few in (4, -1):
+        with patch("kvtransport.short_plan.FEW_PAIRS", few):
             try:
                 plan = here.prepare(
                     Op.READ, peer, [Pair.ranges(region, local, theirs, remote, nbytes)]
@@ -162,7 +162,7 @@ def test_splitting_keeps_bytes_and_limits(sizes, max_descriptors, max_bytes, ali
 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=40))
 def test_has_duplicates(values):
-    assert has_duplicates(np.array(values)) == (len(set(values)) != len(values))
+    assert as_vector(values, "x").has_duplicates() == (len(set(values)) != len(values))
 
 
 def plan_of(agents, local, remote, tables=2):
@@ -202,6 +202,6 @@ def test_tables_with_gaps_never_merge(pair_of_agents):
 
 def test_tables_that_share_indices_are_merged_once(pair_of_agents):
     index = np.arange(1000)
-    with patch("kvtransport.plan.index_runs", wraps=index_runs) as merged:
+    with patch("kvtransport.planner.index_runs", wraps=index_runs) as merged:
         plan_of(pair_of_agents, index, index)
     assert merged.call_count == 1

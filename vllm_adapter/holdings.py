@@ -15,7 +15,6 @@ Threading
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,7 +93,7 @@ class HeldBlocks:
         return empty and not self._quarantined
 
     def quarantine(self, request_id: str, block_ids: BlockIds) -> None:
-        """Keep blocks into which a transfer that never became quiet may write."""
+        """Keep for ever the blocks into which a transfer may still write."""
         if request_id in self._quarantined:
             return
         self.take(block_ids)
@@ -104,13 +103,6 @@ class HeldBlocks:
             request_id,
             sum(len(ids) for ids in block_ids),
         )
-
-    def release_quarantined(self, request_ids: Iterable[str]) -> None:
-        """The backend proved these transfers quiet after all."""
-        for request_id in request_ids:
-            block_ids = self._quarantined.pop(request_id, None)
-            if block_ids is not None:
-                self._free(block_ids)
 
     def _free(self, block_ids: BlockIds) -> int:
         # The end of a sequence is evicted before its beginning, as vLLM does.

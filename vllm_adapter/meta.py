@@ -129,8 +129,6 @@ class StepReport(KVConnectorWorkerMetadata):
     """Worker side to scheduler side, only in steps in which a pull ended."""
 
     pulls: dict[str, PullReport] = field(default_factory=dict)
-    quiet: set[str] = field(default_factory=set)
-    ranks: int = 1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         if not isinstance(other, StepReport):
@@ -140,4 +138,4 @@ class StepReport(KVConnectorWorkerMetadata):
         for request_id, report in other.pulls.items():
             mine = pulls.get(request_id)
             pulls[request_id] = report if mine is None else mine.merge(report)
-        return StepReport(pulls, self.quiet | other.quiet, self.ranks + other.ranks)
+        return StepReport(pulls)

@@ -308,7 +308,6 @@ class SchedulerSide:
             turn.report = pull if turn.report is None else turn.report.merge(pull)
             if pull.quarantined:
                 self._held.quarantine(request_id, turn.destination)
-        self._held.release_quarantined(report.quiet)
 
     def _pull_ended(self, turn: Turn, *, failed: bool) -> None:
         report = turn.report

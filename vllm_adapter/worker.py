@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ import msgspec
 from kvtransport import errors
 from kvtransport.agent import Agent
 from kvtransport.layout.blocks import BlockPair, BlockTable, Pair
+from kvtransport.options import AgentOptions
 from kvtransport.transfer import Transfer, TransferState
 from kvtransport_vllm import kv_layout, outcomes
 from kvtransport_vllm.meta import (
@@ -36,7 +38,7 @@ from kvtransport_vllm.meta import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -45,15 +47,6 @@ if TYPE_CHECKING:
     from kvtransport_vllm.config import AdapterConfig
 
 logger = logging.getLogger("kvtransport.vllm.worker")
-
-TERMINAL = frozenset(
-    {
-        TransferState.DONE,
-        TransferState.FAILED,
-        TransferState.CANCELLED,
-        TransferState.QUARANTINED,
-    }
-)
 
 
 @dataclass(slots=True)
@@ -80,13 +73,22 @@ class WorkerSide:
     """Moves blocks between this rank's KV cache and the same rank of peers."""
 
     def __init__(
-        self, *, agent_name: str, rank: int, config: AdapterConfig, fingerprint: bytes, boot_id: str
+        self,
+        *,
+        agent_name: str,
+        rank: int,
+        config: AdapterConfig,
+        fingerprint: bytes,
+        boot_id: str,
+        open_agent: Callable[..., Agent] = Agent.open,
     ) -> None:
+        """``open_agent`` has the signature of ``Agent.open``; tests put layers in between."""
         self._name = agent_name
         self._rank = rank
         self._config = config
         self._fingerprint = fingerprint
         self._boot_id = boot_id
+        self._open_agent = open_agent
         self._agent: Agent | None = None
         self._tables: tuple[BlockTable, ...] = ()
         self._export: RankExport | None = None
@@ -95,7 +97,6 @@ class WorkerSide:
         self._pulls: dict[str, ActivePull] = {}
         self._ended: dict[str, PullReport] = {}
         self._unreported: dict[str, PullReport] = {}
-        self._quarantined: dict[str, Transfer] = {}
 
     @property
     def agent(self) -> Agent:
@@ -109,11 +110,14 @@ class WorkerSide:
     ) -> None:
         """Open the backend and register every KV allocation of this rank."""
         layout = kv_layout.describe(kv_caches, config)
-        agent = Agent.open(
+        agent = self._open_agent(
             self._config.backend,
             name=self._name,
             config=self._config.backend_config,
             fingerprint=self._fingerprint,
+            options=AgentOptions(
+                deadline_s=self._config.transfer_timeout_s, drain_s=self._config.drain_timeout_s
+            ),
         )
         regions = {
             a.region: agent.register(
@@ -152,9 +156,8 @@ class WorkerSide:
         for job in meta.pulls:
             self._begin(job, meta.boot_id)
         for request_id in meta.cancelled:
-            pull = self._pulls.get(request_id)
-            if pull is not None and pull.transfer is not None:
-                pull.transfer.cancel()
+            if (pull := self._pulls.get(request_id)) is not None:
+                _cancel(pull)
 
     def _import(self, key: PeerKey, agents: Mapping[int, bytes]) -> None:
         self._failed_peers.pop(key, None)
@@ -238,16 +241,16 @@ class WorkerSide:
 
     def results(self) -> tuple[set[str], set[str]]:
         """(finished, failed) request ids; the failed ones are among the finished."""
-        if self._pulls or self._quarantined:
+        if self._pulls:
             self.agent.poll()
         now = time.monotonic()
         for pull in list(self._pulls.values()):
             if pull.transfer is None:
                 self._post(pull)
-            elif pull.transfer.state in TERMINAL:
+            elif pull.transfer.done:
                 self._finish(pull, pull.transfer)
             elif now > pull.deadline_s:
-                pull.transfer.cancel()
+                _cancel(pull)
         # Told exactly once: a second report of one request would end the engine.
         ended, self._ended = self._ended, {}
         self._unreported.update(ended)
@@ -256,18 +259,10 @@ class WorkerSide:
     def report(self) -> StepReport | None:
         """Details for the scheduler side; call after ``results``, once per step."""
         ended, self._unreported = self._unreported, {}
-        quiet = {
-            request_id
-            for request_id, transfer in self._quarantined.items()
-            if transfer.state is not TransferState.QUARANTINED
-        }
-        for request_id in quiet:
-            del self._quarantined[request_id]
-        return StepReport(ended, quiet) if ended or quiet else None
+        return StepReport(ended) if ended else None
 
     def _finish(self, pull: ActivePull, transfer: Transfer) -> None:
         if transfer.state is TransferState.QUARANTINED:
-            self._quarantined[pull.job.request_id] = transfer
             self._end(pull, outcomes.TRANSFER_TIMEOUT, "not known to be quiet", quarantined=True)
             return
         if transfer.state is not TransferState.DONE:
@@ -302,6 +297,13 @@ class WorkerSide:
             agent.close(drain_s=self._config.drain_timeout_s)
         except errors.UndrainedError as error:
             logger.warning("closed with memory quarantined: %s", error)
+
+
+def _cancel(pull: ActivePull) -> None:
+    """Ask for an early end; a backend that has no cancel goes on to its deadline."""
+    if pull.transfer is not None:
+        with suppress(errors.UnsupportedError):
+            pull.transfer.cancel()
 
 
 def memory_kind(device_type: str) -> str:

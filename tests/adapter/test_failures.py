@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.sim import Sim, SimPair, reference
+from support.sim import BLOCK, Sim, SimPair, reference
 
 from kvtransport import errors
+from kvtransport.layers.fault import FaultPlan
 from kvtransport_vllm import outcomes
 
 
@@ -147,14 +148,50 @@ def test_abort_frees_everything_once(pairs: list[SimPair], when: str) -> None:
     assert answer == reference(prompt, 8)
 
 
+def test_read_that_never_becomes_quiet_is_quarantined(pairs: list[SimPair]) -> None:
+    """Its blocks go to nobody, the request is recomputed, and the engine goes on."""
+    pair = SimPair(
+        p={
+            "faults": FaultPlan(drop_rate=1.0),
+            "transfer_timeout_s": 0.2,
+            "drain_timeout_s": 0.2,
+        }
+    )
+    pairs.append(pair)
+    prompt = tokens(300)
+    answer, _ = pair.turn(prompt, max_tokens=40)
+    pair.p.empty()
+    before = pair.p.free_blocks
+    prompt = prompt + answer
+    answer, turn = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert turn["outcome"] == outcomes.TRANSFER_TIMEOUT
+    lost = pair.p.side._held.quarantined_blocks
+    assert lost == -(-(len(prompt) - 1) // BLOCK)
+    with pytest.raises(AssertionError, match="still holds blocks"):
+        pair.p.empty(timeout_s=0.3)
+    assert pair.p.free_blocks == before - lost
+
+
 def _phase(sim: Sim, request_id: str) -> str:
     turn = sim.side._turns.get(request_id)
     return "" if turn is None else turn.phase.value
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_aborts_leak_nothing(pairs: list[SimPair], seed: int) -> None:
-    pair = SimPair(p={"blocks": 120}, d={"blocks": 120})
+FAULTS: list[dict[str, Any]] = [
+    {},
+    {"faults": FaultPlan(seed=1, fail_rate=0.4, delay_polls=4, reorder=True)},
+    {"faults": FaultPlan(seed=2, refuse_rate=0.5, duplicate_rate=0.3)},
+    {"faults": FaultPlan(seed=3, peer_down_after=10)},
+]
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=["none", "failing", "refusing", "peer down"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_aborts_leak_nothing(
+    pairs: list[SimPair], seed: int, faults: dict[str, Any]
+) -> None:
+    pair = SimPair(p={"blocks": 120, **faults}, d={"blocks": 120, **faults})
     pairs.append(pair)
     rng = random.Random(seed)
     live: dict[str, list[int]] = {}

@@ -27,9 +27,7 @@ def turn(pair: EnginePair, prompt: list[int], *, max_tokens: int = 24, **body):
     params = dict(PREFILL) | body.pop("kv", {})
     first = pair.prefill.complete(prompt, max_tokens=1, kv_transfer_params=params, **body)
     handoff = first["kv_transfer_params"]
-    answer = pair.decode.complete(
-        prompt, max_tokens=max_tokens, kv_transfer_params=handoff, **body
-    )
+    answer = pair.decode.complete(prompt, max_tokens=max_tokens, kv_transfer_params=handoff, **body)
     assert ids(answer)[0] == ids(first)[0]
     return ids(answer), handoff["kvt_turn"]
 

@@ -39,6 +39,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvtransport import registry
+from kvtransport.agent import Agent
+from kvtransport.layers.fault import FaultLayer, FaultPlan
 from kvtransport_vllm.connector import KVTransportConnector
 from kvtransport_vllm.engine import agent_fingerprint, boot_id
 from kvtransport_vllm.launch import RandomModelSpec, prepare_random_model
@@ -113,9 +116,11 @@ class Sim:
         max_model_len: int = 2048,
         max_seqs: int = 64,
         connector: bool = True,
+        faults: FaultPlan | None = None,
         **extra: Any,
     ) -> None:
         self.name = name
+        self.faults = faults
         self.vllm_config = self._config(
             prefix_caching, max_batched_tokens, max_model_len, max_seqs, connector, extra
         )
@@ -183,6 +188,7 @@ class Sim:
             config=engine.config,
             fingerprint=agent_fingerprint(engine.identity),
             boot_id=boot_id(),
+            open_agent=self._open_agent if self.faults else Agent.open,
         )
         self.tensor = torch.from_numpy(self.kv.view(np.uint8).reshape(-1))
         caches = {f"layer.{i}": self.tensor for i in range(LAYERS)}
@@ -190,6 +196,10 @@ class Sim:
         handshake = self.worker.handshake()
         assert handshake is not None
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+
+    def _open_agent(self, backend: str, **arguments: Any) -> Agent:
+        assert self.faults is not None
+        return Agent(FaultLayer(registry.load(backend)(), self.faults), **arguments)
 
     def counted(self, name: str, **labels: str) -> float:
         """A counter's total so far, over all series that have these labels."""

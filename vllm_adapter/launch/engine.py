@@ -162,6 +162,30 @@ class Engine(Service):
                     values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
 
+    def counter(self, name: str, **labels: str) -> float:
+        """Sum of one metric over the series that have these labels; 0 when there is none."""
+        text = request(self.port, "GET", "/metrics", timeout_s=10).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def await_counter(
+        self, name: str, value: float, *, timeout_s: float = 10.0, **labels: str
+    ) -> None:
+        """Return when ``counter`` is at least ``value``; ``TimeoutError`` names both.
+
+        An engine publishes its counters a moment after the step that made them.
+        """
+        end = time.monotonic() + timeout_s
+        while (now := self.counter(name, **labels)) < value:
+            if time.monotonic() > end:
+                msg = f"{self.name}: {name}{labels} is {now:g}, not {value:g}"
+                raise TimeoutError(msg)
+            time.sleep(0.05)
+
     def _fields(self, max_tokens: int, **prompt: object) -> dict[str, Any]:
         return {
             "model": self.spec.served_name,

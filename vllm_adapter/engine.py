@@ -84,6 +84,7 @@ class Engine:
             self.identity,
             self.ledger,
         )
+        self.control.add_status("recompute", self.recompute.describe)
         self.control.start()
 
     # -- ranks -------------------------------------------------------------

@@ -99,9 +99,10 @@ class SchedulerSide:
     def _look_up(self, turn: Turn, wanted: TransferParams) -> None:
         request = turn.request
         handoff = wanted.remote_request_id if wanted.remote_prefill else ""
+        turn.chain = self._engine.content.chain(request, request.all_token_ids)
         self._engine.admit_address(wanted)
         turn.lookup = self._engine.control.lookup(
-            self._engine.content.chain(request, request.all_token_ids),
+            turn.chain,
             ask=wanted.targets or None,
             handoff_request_id=handoff,
             deadline_s=self._engine.config.lookup_timeout_s,
@@ -203,7 +204,13 @@ class SchedulerSide:
         """Queue the promised read, once; give the lease back if it isn't wanted."""
         self._waiting.pop(request.request_id, None)
         turn = self._turns.get(request.request_id)
-        if turn is None or turn.phase is not Phase.FOUND:
+        if turn is None:
+            return
+        if turn.chain is not None:
+            # Once: the next turn is here, so its predecessor need not wait for it.
+            self._engine.ledger.note_admitted(turn.chain.digests)
+            turn.chain = None
+        if turn.phase is not Phase.FOUND:
             return
         if external_tokens == 0:
             self._settle(turn, outcomes.LOCAL_HIT)

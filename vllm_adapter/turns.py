@@ -22,6 +22,7 @@ from kvtransport_vllm import outcomes
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvtransport.lease.digest import DigestChain
     from kvtransport.lease.held import HeldLease, Lookup
     from kvtransport_vllm.meta import BlockIds, PullReport
 
@@ -44,6 +45,7 @@ class Turn:
     request: Request
     direction: Direction
     phase: Phase = Phase.LOOKING
+    chain: DigestChain | None = None
     lookup: Lookup | None = None
     lease: HeldLease | None = None
     outcome: str = ""

@@ -88,8 +88,10 @@ def main() -> int:
     """Run the demo; 0 when all required findings hold, 1 when not, 2 when it could not run."""
     options = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # An orderly end by "kill" too: the context managers stop what they started.
+    # An orderly end by "kill" and from scripts that ignore SIGINT too: the context
+    # managers stop what they started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     console = Console()
     options.out.mkdir(parents=True, exist_ok=True)
     for old in options.out.glob("*.log"):

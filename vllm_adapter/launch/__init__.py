@@ -17,7 +17,7 @@ from kvtransport_vllm.launch.pair import EnginePair, PairSpec
 from kvtransport_vllm.launch.ports import free_ports
 from kvtransport_vllm.launch.random_model import RandomModelSpec, prepare_random_model
 from kvtransport_vllm.launch.router import router_service
-from kvtransport_vllm.launch.service import Service, ServiceError, wait_ready
+from kvtransport_vllm.launch.service import Service, ServiceError, stop_all, wait_ready
 
 __all__ = [
     "Engine",
@@ -30,5 +30,6 @@ __all__ = [
     "free_ports",
     "prepare_random_model",
     "router_service",
+    "stop_all",
     "wait_ready",
 ]

@@ -9,8 +9,10 @@ open: when that process ends, however it ends, the pipe closes.  Then the
 command gets SIGTERM, ``GRACE_S`` seconds, and SIGKILL together with everything
 that it started.  When the command ends by itself, what it left running in the
 group is killed and the guard exits with the command's code (128 + signal when
-a signal ended it).  If the guard itself is killed, the kernel kills the command
-(PR_SET_PDEATHSIG), which is why this process has one thread only.
+a signal ended it).  Orphans of the command become the guard's children, so that
+none stays behind as a zombie where process 1 does not reap.  If the guard itself
+is killed, the kernel kills the command (PR_SET_PDEATHSIG), which is why this
+process has one thread only.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,10 +70,13 @@ def _wait(child: int, timeout_s: float | None, *, or_stdin: bool) -> bool:
 
 
 def _kill_rest() -> None:
-    """Kill what is left of the group, until nothing is."""
+    """Kill what is left of the group and reap it, until nothing is left."""
     own = os.getpid()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         rest = [pid for pid in group_members(os.getpgrp()) if pid != own]
         if not rest:
             return
@@ -87,6 +93,7 @@ def main() -> int:
     # Handlers, not SIG_IGN: exec resets handlers, an ignored signal stays ignored.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(cores, sys.argv[3:])
     handle = os.pidfd_open(child.pid)
     if not _wait(handle, None, or_stdin=True):

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from kvtransport_vllm.launch.engine import Engine, EngineSpec, usable_cores
 from kvtransport_vllm.launch.ports import free_ports
-from kvtransport_vllm.launch.service import Service, wait_ready
+from kvtransport_vllm.launch.service import Service, stop_all, wait_ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,9 @@ class EnginePair:
         Raises ``ServiceError`` when one does not come up; none runs then.
         """
         with ExitStack() as cleanup:
+            cleanup.callback(self.stop)
             for engine in self.engines:
-                cleanup.callback(engine.start().stop)
+                engine.start()
             wait_ready(self.engines, timeout_s=timeout_s, progress=progress)
             for engine in self.engines:
                 engine.warm_up()
@@ -142,9 +143,7 @@ class EnginePair:
 
     def stop(self) -> None:
         """End both; idempotent."""
-        with ExitStack() as cleanup:
-            for engine in self.engines:
-                cleanup.callback(engine.stop)
+        stop_all(self.engines)
 
     def __enter__(self) -> Self:
         return self

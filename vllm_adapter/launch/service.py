@@ -54,7 +54,7 @@ class Service:
         env: Mapping[str, str] | None = None,
         cores: Sequence[int] = (),
         health: str = "/health",
-        grace_s: float = 15.0,
+        grace_s: float = 8.0,
     ) -> None:
         """``env`` is added to this process's; ``cores`` pins the command to those CPUs."""
         self.name = name
@@ -105,12 +105,17 @@ class Service:
             return True
         return False
 
+    def begin_stop(self) -> None:
+        """Ask the process to end, but do not wait; ``stop`` must follow."""
+        if self._guard is not None:
+            assert self._guard.stdin is not None  # opened as a pipe in start
+            self._guard.stdin.close()
+
     def stop(self) -> None:
         """End the process in order, by force after its grace time; idempotent."""
+        self.begin_stop()
         if self._guard is None:
             return
-        assert self._guard.stdin is not None  # opened as a pipe in start
-        self._guard.stdin.close()
         try:
             self._guard.wait(self._grace_s + 10)
         except subprocess.TimeoutExpired:
@@ -172,6 +177,14 @@ class Service:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+def stop_all(services: Sequence[Service]) -> None:
+    """Stop services side by side; idempotent."""
+    for service in services:
+        service.begin_stop()
+    for service in services:
+        service.stop()
 
 
 def wait_ready(

@@ -11,3 +11,4 @@ class CudaBackend(UcxBackend):
 
     info = INFO
     device_kind = "cuda"
+    device_files = "nvidia[0-9]*"

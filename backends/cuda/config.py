@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransport_backends.nixl.ucx import UcxConfig
+from kvtransport_backends.nixl.config import UcxConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from kvtransport.backend import Probe
 from kvtransport.capabilities import Capabilities
+from kvtransport.errors import BackendUnavailableError
 from kvtransport_backends.efa import INFO
+from kvtransport_backends.efa.checks import check_environment, probe
 from kvtransport_backends.efa.config import EfaConfig
 from kvtransport_backends.nixl.connect import Bounded, Connector
-from kvtransport_backends.nixl.driver import NativeAgent
+from kvtransport_backends.nixl.driver import NativeAgent, find_driver
 from kvtransport_backends.nixl.engine import NixlBackend
 from kvtransport_backends.nixl.inbox import MAX_PAYLOAD
 from kvtransport_backends.nixl.liveness import DETECTION_BOUND_S, Liveness
+from kvtransport_backends.nixl.machine import Machine
 from kvtransport_backends.nixl.process import spins
 
 
@@ -19,10 +25,18 @@ class EfaBackend(NixlBackend):
 
     info = INFO
     plugin = "LIBFABRIC"
+    machine = Machine(Path("/"))
 
     @classmethod
     def probe(cls, config: EfaConfig) -> Probe:
-        return Probe(available=True)
+        version = find_driver(config.module)
+        if version is None:
+            return Probe(
+                available=False,
+                reason=f"the Python module {config.module} is not installed",
+                hint=cls.info.install_hint,
+            )
+        return probe(config, version, cls.machine)
 
     @classmethod
     def kinds(cls, config: EfaConfig) -> frozenset[str]:
@@ -48,7 +62,27 @@ class EfaBackend(NixlBackend):
         )
 
     def check(self, config: EfaConfig) -> None:
-        pass
+        found = self.probe(config)
+        if not found.available:
+            raise BackendUnavailableError(found.reason, hint=found.hint, backend=self.info.name)
+        check_environment(config)
+
+    def environment(self, config: EfaConfig) -> Mapping[str, str]:
+        if config.device != "neuron":
+            return {}
+        # Shared memory between two processes of one machine does not know
+        # Neuron memory, and copies wrong bytes without an error.
+        return {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}
+
+    def verify(self, segments: list[str], config: EfaConfig) -> None:
+        if config.device == "none" or any("VRAM" in segment for segment in segments):
+            return
+        raise BackendUnavailableError(
+            f"NIXL found no accelerator of kind {config.device}, so that its memory cannot be"
+            " registered",
+            hint="lspci must show the accelerator in this container; or set device='none'",
+            backend=self.info.name,
+        )
 
     def connector(self, agent: NativeAgent, handle: int, config: EfaConfig) -> Connector:
         return Bounded(agent, handle, config.connect_timeout_s)

@@ -1,4 +1,4 @@
-"""Options that every NIXL backend has."""
+"""Options that all NIXL backends, and all UCX-based ones, have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from kvtransport.errors import ConfigError
 
 Progress = Literal["thread", "manual"]
+ErrorMode = Literal["peer", "none"]
 MIB = 1024 * 1024
 
 
@@ -65,3 +66,36 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("settle_ms", 0.0, 60_000.0),
     ("max_in_flight", 1, 1 << 20),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxConfig(NixlConfig):
+    """Options of a UCX-based backend.
+
+    ``transports``
+        UCX's transports, comma separated (``UCX_TLS``): ``"tcp"``,
+        ``"rc,cuda"``.  Empty leaves the choice to UCX and the environment.
+    ``net_devices``
+        Network devices, comma separated (``UCX_NET_DEVICES``): ``"mlx5_0:1"``,
+        ``"eth0"``, ``"lo"``.  UCX listens on every interface otherwise.
+    ``error_handling``
+        ``"peer"``: a dead peer is noticed on use.  ``"none"``: never noticed;
+        some transports are only chosen then.
+    ``allow_fallback``
+        Let UCX use TCP for device memory where it finds nothing faster.
+        Without it, a machine that has a GPU, no RDMA device and no explicit
+        ``transports`` is refused at ``open``.
+    """
+
+    transports: str = ""
+    net_devices: str = ""
+    error_handling: ErrorMode = "peer"
+    allow_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        NixlConfig.__post_init__(self)
+        if self.error_handling not in get_args(ErrorMode):
+            raise ConfigError(
+                f"error_handling must be one of {', '.join(get_args(ErrorMode))},"
+                f" not {self.error_handling!r}"
+            )

@@ -73,6 +73,9 @@ class NixlBackend(Backend):
         """Variables that must be set while the plugin starts."""
         return {}
 
+    def verify(self, segments: list[str], config: Any) -> None:
+        """Check the NIXL memory types that the started plugin offers."""
+
     def connector(self, agent: NativeAgent, handle: int, config: Any) -> Connector:  # noqa: ARG002
         """How connections to peers are made."""
         return Immediate()
@@ -102,6 +105,7 @@ class NixlBackend(Backend):
             self._require_plugin(agent, config)
             with patched_environment(self.environment(config)):
                 handle = agent.createBackend(self.plugin, self.plugin_params(config))
+            self.verify(agent.getBackendParams(handle)[1], config)
         except Exception as error:
             if not is_native(error):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 import threading
@@ -27,6 +28,26 @@ def loaded_libraries(stem: str, maps: Path = Path("/proc/self/maps")) -> list[st
         return []
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") > 0}
     return sorted(path for path in paths if pattern.match(os.path.basename(path)))
+
+
+def foreign_copies(stem: str, module: str) -> list[str]:
+    """Copies of a library in this process that do not belong to NIXL's ``module``.
+
+    Empty when ``module`` brings no copy of its own (a build from source): then
+    nothing says which one it will use.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return []
+    site = Path(spec.origin).parent.parent
+    own = (site / f"{module}.libs", site / f".{module}.mesonpy.libs")
+    if not any(folder.glob(f"{stem}*") for folder in own if folder.is_dir()):
+        return []
+    return [
+        path
+        for path in loaded_libraries(stem)
+        if not any(Path(path).is_relative_to(folder) for folder in own)
+    ]
 
 
 @contextmanager

@@ -1,60 +1,37 @@
-"""What the UCX-based backends (cuda, rocm) share: options, checks, capabilities."""
+"""What the UCX-based backends (cuda, rocm) share: checks and capabilities."""
 
 from __future__ import annotations
 
-import importlib.util
+import logging
 import os
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
 from kvtransport.backend import Probe
 from kvtransport.capabilities import Capabilities
-from kvtransport.errors import BackendUnavailableError, ConfigError
-from kvtransport_backends.nixl.config import NixlConfig
+from kvtransport.errors import BackendUnavailableError
+from kvtransport_backends.nixl.config import UcxConfig
 from kvtransport_backends.nixl.driver import find_driver
 from kvtransport_backends.nixl.engine import NixlBackend
 from kvtransport_backends.nixl.inbox import MAX_PAYLOAD
-from kvtransport_backends.nixl.process import loaded_libraries
+from kvtransport_backends.nixl.machine import Machine
+from kvtransport_backends.nixl.process import foreign_copies, loaded_libraries
 
-ErrorMode = Literal["peer", "none"]
+_log = logging.getLogger("kvtransport.nixl")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UcxConfig(NixlConfig):
-    """Options of a UCX-based backend.
-
-    ``transports``
-        UCX's transports, comma separated (``UCX_TLS``): ``"tcp"``,
-        ``"rc,cuda"``.  Empty leaves the choice to UCX and the environment.
-    ``net_devices``
-        Network devices, comma separated (``UCX_NET_DEVICES``): ``"mlx5_0:1"``,
-        ``"eth0"``, ``"lo"``.  UCX listens on every interface otherwise.
-    ``error_handling``
-        ``"peer"``: a dead peer is noticed on use.  ``"none"``: never noticed;
-        some transports are only chosen then.
-    """
-
-    transports: str = ""
-    net_devices: str = ""
-    error_handling: ErrorMode = "peer"
-
-    def __post_init__(self) -> None:
-        NixlConfig.__post_init__(self)
-        if self.error_handling not in get_args(ErrorMode):
-            raise ConfigError(
-                f"error_handling must be one of {', '.join(get_args(ErrorMode))},"
-                f" not {self.error_handling!r}"
-            )
+DETECTION_BOUND_S = 5.0
+"""When UCX reports a peer's death at the latest, counted from the next use of it."""
 
 
 class UcxBackend(NixlBackend):
     """A NIXL agent on UCX."""
 
     plugin = "UCX"
-    device_kind: str
+    device_kind: ClassVar[str]
+    device_files: ClassVar[str]
+    """Which files in ``/dev`` a machine with such devices has."""
+    machine = Machine(Path("/"))
 
     @classmethod
     def probe(cls, config: UcxConfig) -> Probe:
@@ -65,7 +42,15 @@ class UcxBackend(NixlBackend):
                 reason=f"the Python module {config.module} is not installed",
                 hint=cls.info.install_hint,
             )
-        return Probe(available=True, details={config.module: version})
+        devices = len(cls.machine.devices(cls.device_files))
+        details = {
+            config.module: version,
+            f"{cls.device_kind} devices": str(devices),
+            "rdma devices": ", ".join(cls.machine.rdma_devices()) or "none",
+        }
+        if not devices:
+            details["note"] = f"no {cls.device_kind} device here: host memory only"
+        return Probe(available=True, details=details)
 
     @classmethod
     def kinds(cls, config: Any) -> frozenset[str]:  # noqa: ARG003
@@ -84,7 +69,7 @@ class UcxBackend(NixlBackend):
             ordering="none",
             cancel="none",
             failure_detection="on_use" if detects else "none",
-            detection_bound_s=5.0 if detects else None,
+            detection_bound_s=DETECTION_BOUND_S if detects else None,
             threading="serialized",
             progress="auto" if config.progress == "thread" else "manual",
             max_notify_bytes=MAX_PAYLOAD,
@@ -94,11 +79,50 @@ class UcxBackend(NixlBackend):
     def check(self, config: UcxConfig) -> None:
         probe = self.probe(config)
         if not probe.available:
-            raise BackendUnavailableError(probe.reason, hint=probe.hint, backend=self.info.name)
+            self.unavailable(probe.reason, probe.hint)
+        others = foreign_copies("libucp", config.module)
+        if others:
+            self.unavailable(
+                f"another copy of UCX is loaded in this process: {', '.join(others)}",
+                "two copies break each other: start without the package that loads it"
+                " (ucx-py, ucxx, an MPI, HPC-X in LD_PRELOAD)",
+            )
+        self._check_fast_path(config)
+
+    def _check_fast_path(self, config: UcxConfig) -> None:
+        explicit = config.transports or os.environ.get("UCX_TLS")
+        if config.allow_fallback or explicit or self.machine.rdma_devices():
+            return
+        if self.machine.devices(self.device_files):
+            self.unavailable(
+                f"this machine has {self.device_kind} devices and no RDMA device, so that peers"
+                " on other machines would be reached over TCP",
+                self.no_rdma_hint,
+            )
+
+    no_rdma_hint: ClassVar[str] = (
+        "load the NIC's driver (ibv_devices must list it), name the transports to use"
+        " (transports='cuda_ipc,cuda_copy,sm,self' within one machine), or set allow_fallback=true"
+    )
+
+    def unavailable(self, reason: str, hint: str) -> None:
+        """Raise ``BackendUnavailableError``."""
+        raise BackendUnavailableError(reason, hint=hint, backend=self.info.name)
 
     def plugin_params(self, config: UcxConfig) -> dict[str, str]:
         return {"ucx_error_handling_mode": config.error_handling}
 
     def environment(self, config: UcxConfig) -> Mapping[str, str]:
         chosen = {"UCX_TLS": config.transports, "UCX_NET_DEVICES": config.net_devices}
-        return {name: value for name, value in chosen.items() if value}
+        variables = {name: value for name, value in chosen.items() if value}
+        if self.machine.verbs_without_hardware() and "UCX_MODULES" not in os.environ:
+            # UCX's InfiniBand module loads the verbs providers, and a process
+            # that has them without a device ends with a segmentation fault.
+            variables["UCX_MODULES"] = "^ib"
+            if loaded_libraries("libucs"):
+                _log.warning(
+                    "UCX was loaded before backend %s: this process may crash when it ends;"
+                    " set UCX_MODULES=^ib before it starts",
+                    self.info.name,
+                )
+        return variables

@@ -19,6 +19,7 @@ import uvicorn
 
 DEFAULTS = {
     "status": 200,  # of the answer
+    "location": "",  # where a redirect leads
     "body": None,  # JSON of an answer with another status
     "gate": "",  # wait: "before" the status, "after_headers", "after_first"
     "die": "",  # SIGKILL itself at the same places
@@ -114,7 +115,8 @@ class Engine:
         await self.stop_at("before", behaviour)
         if behaviour["status"] != 200:
             error = {"error": {"message": "told to", "code": behaviour["status"]}}
-            await reply(send, behaviour["status"], behaviour["body"] or error)
+            told = behaviour["body"] or error
+            await reply(send, behaviour["status"], told, behaviour["location"])
             return
         prefix = "chatcmpl-" if "chat" in record["path"] else "cmpl-"
         identity = {"id": prefix + record["headers"].get("x-request-id", ""), "model": "m"}
@@ -183,9 +185,11 @@ class Engine:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def reply(send, status: int, value: object) -> None:
+async def reply(send, status: int, value: object, location: str = "") -> None:
     body = json.dumps(value).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if location:
+        headers.append((b"location", location.encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

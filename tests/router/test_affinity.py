@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+_numbers = itertools.count()
 SYSTEM = {"role": "system", "content": "You are brief. " * 40}
 
 
@@ -32,7 +33,7 @@ def complete(cluster, prompt, **fields):
 
 def disturb(cluster):
     """Another conversation in between, so that taking turns would show."""
-    chat(cluster, [user("unrelated")])
+    chat(cluster, [user(f"unrelated {next(_numbers)}")])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,8 @@ def test_an_id_keeps_its_engine(cluster, new_id, place):
     kind, name = place
     ids = {new_id(): set() for _ in range(4)}
     for turn, conversation in itertools.product(range(3), ids):
+        if conversation == min(ids):
+            disturb(cluster)  # an odd number of turns per round
         # Nothing but the id connects these turns.
         messages = [user(f"{conversation} {turn}")]
         if kind == "header":
@@ -84,6 +87,7 @@ def test_chats_are_recognised_by_their_beginning(cluster, new_id):
     histories = [[SYSTEM, user(new_id())] for _ in range(4)]
     homes = [set() for _ in histories]
     for turn in range(4):
+        disturb(cluster)
         for history, home in zip(histories, homes, strict=True):
             home.add(chat(cluster, history))
             history += [assistant(f"answer {turn}"), user(f"more {turn}")]
@@ -128,6 +132,7 @@ def test_raw_prompts_are_recognised_by_their_beginning(cluster, new_id, form):
     prompts = [f"{mark} {n} " + "a story about nothing. " * (4 + 40 * n) for n in range(4)]
     homes = [set() for _ in prompts]
     for _ in range(4):
+        disturb(cluster)
         for number, home in enumerate(homes):
             prompt = prompts[number]
             tokens = [ord(letter) for letter in prompt]

@@ -9,6 +9,17 @@ import threading
 
 import pytest
 
+from kvtransport_vllm.router.config import EngineSpec
+from kvtransport_vllm.router.engines import Engine, State
+from kvtransport_vllm.router.errors import (
+    EngineFaultError,
+    EngineLostError,
+    EngineSilentError,
+    EngineUnreachableError,
+)
+from kvtransport_vllm.router.legs import judged
+from kvtransport_vllm.router.metrics import Metrics
+
 CONVERSATION = {"X-Conversation-ID": "c"}
 
 
@@ -110,11 +121,29 @@ def test_one_refused_connection_is_enough(start):
     router = start.cluster(1, 2, "--limit", "probe-interval=3600")
     victim = router.decodes[0]
     victim.kill()
-    for _ in range(10):
-        assert router.chat().status == 200
+    for number in range(10):
+        assert router.chat(f"{number}").status == 200
     refused = router.metric("kvt_router_legs_total", engine=victim.name, outcome="unreachable")
     assert refused == 1
     assert router.states()[victim.name] == "down"
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (EngineUnreachableError, State.DOWN),
+        (EngineLostError, State.SUSPECT),
+        (EngineSilentError, State.SUSPECT),
+        (EngineFaultError, State.UP),
+    ],
+)
+def test_a_failed_leg_changes_the_state_before_any_probe(error, state):
+    engine = Engine(EngineSpec(name="d", url="http://h:1"), "decode")
+    engine.probed()
+    turn = type("Turn", (), {"id": "r"})
+    with pytest.raises(error), judged(engine, turn, Metrics()):
+        raise error("told to", engine="d")
+    assert engine.state is state
 
 
 def test_a_dead_engine_returns_when_healthy_and_keeps_nothing(start):

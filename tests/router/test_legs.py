@@ -124,7 +124,7 @@ def test_no_header_of_a_request_chooses_an_address(cluster):
 
 def test_redirects_are_not_followed(cluster):
     for engine in cluster.prefills:
-        engine.behave(status=307)
+        engine.behave(status=307, location=cluster.decodes[0].url + CHAT)
     reply = cluster.chat()
     assert reply.status == 200
     assert "kv_transfer_params" not in seen(cluster.decodes)["body"]

@@ -76,6 +76,13 @@ def test_headers_over_the_limit_are_refused(start):
     assert router.chat().status == 200
 
 
+def test_headers_that_never_end_are_refused(start):
+    router = start.cluster(1, 1, "--limit", "max-header-bytes=4096")
+    with socket.create_connection((router.host, router.port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 8192)
+        assert connection.recv(100).startswith(b"HTTP/1.1 4")
+
+
 def test_a_body_that_never_ends_is_given_up(start):
     router = start.cluster(1, 1, "--limit", "request-timeout=0.3")
     with socket.create_connection((router.host, router.port), timeout=20) as connection:

@@ -21,7 +21,9 @@ _LOOK_BACK = 32
 # Long messages (images) are told apart by their length and their two ends.
 _HEAD = 4096
 _TAIL = 1024
-_GRAINS = (64, 512, 4096, 32768)
+# A prompt is bound at the last multiple of each grain and looked up at the last
+# sixteen: found again after growing at least fourfold.
+_GRAINS = (64, 256, 1024, 4096, 16384, 65536)
 _PER_GRAIN = 16
 _LONGEST_PROMPT = 1 << 20
 

@@ -115,12 +115,24 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdOptions:
-    """``kv_recompute_threshold`` tokens is upstream's name and default."""
+    """Tokens beyond the local hit below which this engine computes.
+
+    ``kv_recompute_threshold`` is upstream's name and default, and as there it
+    is for prefill engines.  A decode engine that computes a prompt's rest
+    delays everybody's next token, so ``handoff_threshold`` is 0: it pulls.
+    """
 
     kv_recompute_threshold: int = 64
+    handoff_threshold: int = 0
 
     def __post_init__(self) -> None:
-        require_range("kv_recompute_threshold", self.kv_recompute_threshold, 0, 2**31 - 1)
+        for name in ("kv_recompute_threshold", "handoff_threshold"):
+            require_range(name, getattr(self, name), 0, 2**31 - 1)
+
+    def tokens(self, direction: Direction) -> int:
+        """The threshold for one direction."""
+        handoff = direction == "prefill_to_decode"
+        return self.handoff_threshold if handoff else self.kv_recompute_threshold
 
 
 class Threshold(RecomputePolicy):
@@ -131,7 +143,7 @@ class Threshold(RecomputePolicy):
 
     def decide(self, question: PullQuestion, /) -> Decision:
         beyond = question.tokens_beyond_local
-        if 0 < beyond >= self.options.kv_recompute_threshold:
+        if 0 < beyond >= self.options.tokens(question.direction):
             return Decision(True, "threshold_reached")
         return Decision(False, "below_threshold")
 

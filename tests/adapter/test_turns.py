@@ -182,3 +182,13 @@ def test_params_of_a_caller_choose_nothing(pair: SimPair, hostile: dict[str, Any
     assert answer == reference(prompt, 8)
     pair.d.add("direct", prompt, max_tokens=8, params={"do_remote_prefill": True, **hostile})
     assert pair.d.finish("direct") == reference(prompt, 8)
+
+
+def test_decode_engine_pulls_what_is_beyond_its_local_hit_however_little(pair: SimPair) -> None:
+    """Computing there would delay the others' next tokens; the threshold is for P."""
+    history = first_turn(pair, tokens(300))
+    before = pair.d.counted("kvtransport_outcomes_total", outcome="pulled")
+    prompt = history + tokens(10, seed=6)
+    answer, _ = pair.turn(prompt)
+    assert answer == reference(prompt, 8)
+    assert pair.d.counted("kvtransport_outcomes_total", outcome="pulled") == before + 1

@@ -69,21 +69,26 @@ def _wait(child: int, timeout_s: float | None, *, or_stdin: bool) -> bool:
     return any(descriptor == child for descriptor, _events in ready)
 
 
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _kill_rest() -> None:
-    """Kill what is left of the group and reap it, until nothing is left."""
+    """Kill what is left of the group, until nothing is, then reap it."""
     own = os.getpid()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         rest = [pid for pid in group_members(os.getpgrp()) if pid != own]
         if not rest:
-            return
+            break
         for pid in rest:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    # What is dead now has no parent left but this process.
+    _reap()
 
 
 def main() -> int:

@@ -55,7 +55,7 @@ class Holding:
     conversation had come back before; ``saved_s`` is the compute time that a
     pull of all tokens saves, 0 when unknown.
 
-    The fields below ``turns`` belong to the ledger and its policy.
+    ``policy_data`` belongs to the retention policy, the rest to the ledger.
     """
 
     holding_id: int
@@ -78,6 +78,7 @@ class Holding:
     node: Node | None = field(default=None, repr=False)
     timer: int = field(default=0, repr=False)
     counted: BlockIds | None = field(default=None, repr=False)
+    policy_data: object = field(default=None, repr=False)
 
     @property
     def groups(self) -> int:

@@ -6,120 +6,49 @@ keeps its promises when completions are late, lost, doubled or out of order.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvtransport.backend import (
-    Backend,
-    BackendInfo,
-    Blocks,
-    Completion,
-    Event,
-    Op,
-    Probe,
-    RegionSpec,
-)
-from kvtransport.capabilities import Capabilities
-from kvtransport.errors import ConfigError, TransferFailedError
-
-_KNOWN = frozenset(
-    {"hold_completions_s", "lose_completions", "double_completions", "reorder", "fail_post",
-     "fail_completion", "seed"}
-)  # fmt: skip
+from kvtransport.backend import Backend, Blocks, Completion, Event, Op
+from kvtransport.errors import TransferFailedError
+from kvtransport.layers.base import Layer
+from kvtransport.layers.fault import FaultLayer, FaultPlan
 
 
-class FaultyLayer(Backend):
-    """Faults by count or seed; see ``faulty`` for their names."""
+class HoldLayer(Layer):
+    """Holds completions back for a time, and refuses the n-th post with a lasting error."""
 
-    def __init__(self, inner: Backend, faults: Mapping[str, Any]) -> None:
-        unknown = set(faults) - _KNOWN
-        if unknown:
-            raise ConfigError(f"unknown faults {sorted(unknown)}; known: {sorted(_KNOWN)}")
-        self.inner = inner
-        self.info: BackendInfo = inner.info  # type: ignore[misc]  # per instance on purpose
-        self._faults = dict(faults)
-        self._random = random.Random(faults.get("seed", 0))  # noqa: S311  # reproducible faults
+    def __init__(self, inner: Backend, hold_s: float, fail_post: int) -> None:
+        super().__init__(inner)
+        self._hold_s = hold_s
+        self._fail_post = fail_post
         self._posts = 0
-        self._ended = 0
         self._held: list[tuple[float, Event]] = []
 
-    def probe(self, config: Any) -> Probe:  # type: ignore[override]  # asks the instance
-        return self.inner.probe(config)
-
-    def capabilities(self, config: Any) -> Capabilities:  # type: ignore[override]
-        return self.inner.capabilities(config)
-
-    def open(self, name: str, config: Any) -> None:
-        self.inner.open(name, config)
-
-    def register(self, region: RegionSpec) -> None:
-        self.inner.register(region)
-
-    def deregister(self, region_id: int) -> None:
-        self.inner.deregister(region_id)
-
-    def export(self) -> bytes:
-        return self.inner.export()
-
-    def import_peer(self, peer_id: int, body: bytes) -> None:
-        self.inner.import_peer(peer_id, body)
-
-    def drop_peer(self, peer_id: int) -> None:
-        self.inner.drop_peer(peer_id)
-
-    def post(
-        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
-    ) -> None:
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         self._posts += 1
-        if self._posts == self._faults.get("fail_post"):
-            raise TransferFailedError("injected: this post fails")
+        if self._posts == self._fail_post:
+            raise TransferFailedError("injected fault: this post fails")
         self.inner.post(ticket, op, peer_id, blocks, notify)
-
-    def cancel(self, ticket: int) -> None:
-        self.inner.cancel(ticket)
 
     def poll(self) -> Sequence[Event]:
         now = time.monotonic()
-        due = now + float(self._faults.get("hold_completions_s", 0.0))
         for event in self.inner.poll():
-            if isinstance(event, Completion):
-                self._held += [(due, changed) for changed in self._change(event)]
-            else:
-                self._held.append((now, event))
-        if self._faults.get("reorder"):
-            # Some wait for the next call, so that even single ones change places.
-            due_now = [entry for entry in self._held if self._random.random() < 0.5]
-            self._random.shuffle(due_now)
-        else:
-            due_now = [entry for entry in self._held if entry[0] <= now]
-        for entry in due_now:
-            self._held.remove(entry)
-        return [event for _, event in due_now]
-
-    def _change(self, event: Completion) -> list[Completion]:
-        self._ended += 1
-        if self._faults.get("lose_completions"):
-            return []
-        if self._ended == self._faults.get("fail_completion"):
-            failed = TransferFailedError("injected: this part fails")
-            return [Completion(event.ticket, failed)]
-        return [event, event] if self._faults.get("double_completions") else [event]
-
-    def close(self) -> None:
-        self._held.clear()
-        self.inner.close()
-
-    def counters(self) -> Mapping[str, int]:
-        return self.inner.counters()
+            delay = self._hold_s if isinstance(event, Completion) else 0.0
+            self._held.append((now + delay, event))
+        due = [event for at, event in self._held if at <= now]
+        self._held = [(at, event) for at, event in self._held if at > now]
+        return due
 
 
 def faulty(inner: Backend, faults: Mapping[str, Any]) -> Backend:
-    """Wrap ``inner``.
+    """Wrap ``inner`` in the core's ``FaultLayer``, configured by ``faults``.
 
-    ``hold_completions_s`` delays them, ``lose_completions`` drops all,
-    ``double_completions`` reports each twice, ``reorder`` shuffles with ``seed``,
-    ``fail_post`` and ``fail_completion`` make the n-th one fail.
+    Beside the fields of ``FaultPlan``: ``hold_completions_s`` delays completions
+    by a time, ``fail_post`` makes the n-th post raise.
     """
-    return FaultyLayer(inner, faults)
+    rest = dict(faults)
+    hold_s, fail_post = rest.pop("hold_completions_s", 0.0), rest.pop("fail_post", 0)
+    layer: Backend = FaultLayer(inner, FaultPlan(**rest))
+    return HoldLayer(layer, hold_s, fail_post) if hold_s or fail_post else layer

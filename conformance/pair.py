@@ -72,25 +72,21 @@ class Pair:
 
         Raises ``ChildDied``, ``ChildHung`` or ``ChildFailed``.
         """
-        facts = self._init(self.worker)
-        other = self._init(self.peers["peer"])
+        both = (self.worker, self.peers["peer"])
+        for child in both:
+            self._post(child, "init", target=dict(self._target), role=child.name)
+        facts, other = (self._reply(child, "init", self._start_s) for child in both)
+        self.worker.identity = facts["process"]
+        self.peers["peer"].identity = other["process"]
         return {**facts, "peer_process": other["process"], "peer_memory": other["memory"]}
 
-    def _init(self, child: Child) -> dict[str, Any]:
-        target = dict(self._target)
-        facts = self._ask(child, "init", self._start_s, target=target, role=child.name)
-        child.identity = facts["process"]
-        return dict(facts)
-
-    def warm_up(self) -> None:
-        """Open and close an agent on both sides; raises what opening raised."""
-        for child in (self.worker, self.peers["peer"]):
-            self._ask(child, "warm_up", self._start_s)
-
-    def baseline(self) -> None:
-        """Remember what both sides hold now."""
-        for child in (self.worker, self.peers["peer"]):
-            self._ask(child, "baseline", self._start_s)
+    def on_both(self, op: str) -> None:
+        """Run an operation of the whole process on both sides at once: warm_up, baseline."""
+        both = (self.worker, self.peers["peer"])
+        for child in both:
+            self._post(child, op)
+        for child in both:
+            self._reply(child, op, self._start_s)
 
     def end(self) -> None:
         self.usable = False
@@ -190,7 +186,9 @@ class Pair:
     def _spawn(self, name: str) -> None:
         child = Child(name, self._launch, self._inbox, peer=True)
         self.peers[name] = child
-        self._init(child)
+        target = dict(self._target)
+        facts = self._ask(child, "init", self._start_s, target=target, role=name)
+        child.identity = facts["process"]
         self._ask(child, "baseline", self._start_s)
 
     @staticmethod
@@ -212,8 +210,16 @@ class Pair:
         return {"code": code, "seconds": round(took, 3), "words": child.last_words()}
 
     def _ask(self, child: Child, op: str, patience_s: float, **args: Any) -> Any:
-        """Ask one process outside a check; other processes' messages wait."""
+        """Ask one process outside a check."""
+        self._post(child, op, **args)
+        return self._reply(child, op, patience_s)
+
+    @staticmethod
+    def _post(child: Child, op: str, **args: Any) -> None:
         child.send({"op": op, "id": 0, "args": args})
+
+    def _reply(self, child: Child, op: str, patience_s: float) -> Any:
+        """Wait for one process's answer; other processes' messages are kept for later."""
         deadline = time.monotonic() + patience_s
         put_back: list[Message] = []
         try:
@@ -249,7 +255,7 @@ class Pair:
         Raises ``ChildDied``, ``ChildHung`` or ``ChildFailed``.
         """
         total = Graded()
-        living = [child for child in self.peers.values() if not child.ended]
+        living = [c for c in self.peers.values() if not (c.ended or c.asked_to_end)]
         # Logs first: an orderly end of one side is a lost peer to the other.
         for child in [self.worker, *living]:
             logs = self._ask(child, "logs", CLEANUP_S)

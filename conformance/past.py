@@ -62,7 +62,7 @@ class PastTheCore:
     def _raw_end(self, ticket: int, patience_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            self.agent.poll()
+            self.agent.progress()
             event = self.tap.raw_result(ticket)
             if event is not None:
                 error = None if event.error is None else describe(event.error)

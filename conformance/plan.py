@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from kvtransport.errors import ConfigError
@@ -30,6 +31,11 @@ class Plan:
         return chosen
 
     @property
+    def excluded(self) -> dict[str, dict[str, str]]:
+        """Checks of the named profiles that are not in the plan, with their levels."""
+        return excluded(self.profiles, self.checks)
+
+    @property
     def digest(self) -> str:
         return digest_of(self.checks.values())
 
@@ -38,6 +44,15 @@ def digest_of(checks: Iterable[Check]) -> str:
     """SHA-256 over ids and revisions."""
     lines = sorted(f"{check.id} {check.revision}" for check in checks)
     return f"sha256:{hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
+def excluded(profiles: Collection[str], chosen: Collection[str]) -> dict[str, dict[str, str]]:
+    """Checks that belong to ``profiles`` but were not chosen; they keep a profile partial."""
+    return {
+        key: {name: level for name, level in entry.profiles.items() if name in profiles}
+        for key, entry in all_checks().items()
+        if key not in chosen and not set(entry.profiles).isdisjoint(profiles)
+    }
 
 
 def make_plan(
@@ -70,6 +85,7 @@ def _require(given: Iterable[str], known: Iterable[str], what: str) -> None:
         raise ConfigError(f"no {what} {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
 
+@cache
 def suite_digest() -> str:
     """SHA-256 over the sources of checks and harness; an edited suite shows."""
     root = Path(__file__).parent

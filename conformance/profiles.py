@@ -80,6 +80,10 @@ def evaluate(profile: Profile, graded: Mapping[str, Graded], *, declared: bool) 
     failed = sorted(key for key, entry in graded.items() if _fails(entry))
     if failed:
         return ProfileResult(Outcome.FAILURE, *counts, reason=f"failed: {', '.join(failed)}")
+    if not profile.gates:
+        ran = any(entry.status is Status.PASS for entry in graded.values())
+        outcome = Outcome.SUCCESS if ran else Outcome.NOT_VERIFIED
+        return ProfileResult(outcome, *counts, reason="recorded, never gates")
     if not declared:
         return ProfileResult(Outcome.REFUSED, *counts, reason=f"{profile.about} declared absent")
     missing = Counter(entry.status for entry in core if entry.status is not Status.PASS)

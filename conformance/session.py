@@ -13,6 +13,8 @@ State after failure
 
 from __future__ import annotations
 
+import json
+import shlex
 import tempfile
 import time
 import zlib
@@ -93,6 +95,27 @@ class Session:
         self._pair: Pair | None = None
         self._began = time.monotonic()
 
+    @property
+    def request_settings(self) -> Mapping[str, Any]:
+        """Sizes of this run, for the report."""
+        return asdict(self.options.settings)
+
+    @property
+    def rerun(self) -> str:
+        """The command that repeats this run."""
+        target = self.target.get("ref")
+        words = ["kvt", "conformance", "run"]
+        words += ["--target", target] if target else ["--backend", self.target["backend"]]
+        for key, flag in (("config", "--config"), ("peer_config", "--peer-config")):
+            if self.target.get(key):
+                words += [flag, json.dumps(self.target[key], sort_keys=True)]
+        for prefix, flag in (
+            (self.options.local_prefix, "--local-prefix"),
+            (self.options.peer_prefix, "--peer-prefix"),
+        ):
+            words += [flag, shlex.join(prefix)] if prefix else []
+        return shlex.join([*words, "--seed", str(self.plan.seed)])
+
     def __enter__(self) -> Session:
         return self
 
@@ -138,11 +161,11 @@ class Session:
 
     def _make_ready(self, pair: Pair) -> None:
         """Open, move a few bytes and close once, then take the baseline."""
-        pair.warm_up()
+        pair.on_both("warm_up")
         pair.run(self._request(WARM_UP), WARM_UP.timeout_s * self.options.watchdog_scale)
         pair.grade()
         pair.usable = True
-        pair.baseline()
+        pair.on_both("baseline")
 
     @staticmethod
     def _refused(error: ChildFailed) -> Setup:

@@ -129,7 +129,7 @@ class Station(PastTheCore, Load):
     def pump(self) -> None:
         """Progress an open agent once, as an engine's step does."""
         if self.polling and self._agent is not None:
-            self._agent.poll()
+            self._agent.progress()
 
     def set_polling(self, on: bool) -> None:
         self.polling = on
@@ -248,7 +248,7 @@ class Station(PastTheCore, Load):
         """Poll until the transfer is terminal or ``patience_s`` passed."""
         deadline = time.monotonic() + patience_s
         while not self.transfers[number].done and time.monotonic() < deadline:
-            self.agent.poll()
+            self.agent.progress()
             time.sleep(_IDLE_S)
         return self.state(number)
 
@@ -283,7 +283,6 @@ class Station(PastTheCore, Load):
 
     def notifications(self) -> list[list[Any]]:
         """Everything received since the last call: [peer's agent name, payload]."""
-        self.agent.poll()
         return [[event.peer.name, bytes(event.payload)] for event in self.agent.notifications()]
 
     def await_notifications(self, count: int, patience_s: float) -> list[list[Any]]:

@@ -17,24 +17,23 @@ from typing import Any
 
 from kvtransport.backend import (
     Backend,
-    BackendInfo,
     Blocks,
     Completion,
     Event,
     Notification,
     Op,
     PeerDown,
-    Probe,
     RegionSpec,
 )
 from kvtransport.capabilities import Capabilities
 from kvtransport.errors import KVTransportError
+from kvtransport.layers.base import Layer
 
 PRIVATE_TICKETS = 1 << 48
 """Tickets from here on belong to checks; the core never sees their completions."""
 
 
-class Tap(Backend):
+class Tap(Layer):
     """Wraps the backend ``inner``; thread-safe as far as ``inner`` is.
 
     ``narrow`` replaces fields of the declared capabilities, so that the core's
@@ -42,8 +41,7 @@ class Tap(Backend):
     """
 
     def __init__(self, inner: Backend, narrow: Mapping[str, Any] | None = None) -> None:
-        self.inner = inner
-        self.info: BackendInfo = inner.info  # type: ignore[misc]  # per instance on purpose
+        super().__init__(inner)
         self._narrow = dict(narrow or {})
         self._private = PRIVATE_TICKETS
         self._lock = threading.Lock()
@@ -62,9 +60,6 @@ class Tap(Backend):
         self.foreign_errors: list[str] = []
 
     # Declaration -----------------------------------------------------------------
-
-    def probe(self, config: Any) -> Probe:  # type: ignore[override]  # asks the instance
-        return self.inner.probe(config)
 
     def capabilities(self, config: Any) -> Capabilities:  # type: ignore[override]
         declared = self.inner.capabilities(config)
@@ -122,9 +117,6 @@ class Tap(Backend):
         with self._call():
             self.inner.close()
         self.regions.clear()
-
-    def counters(self) -> Mapping[str, int]:
-        return self.inner.counters()
 
     def __getattr__(self, name: str) -> Any:
         # Optional abilities of a backend (bind_thread, event_fd, ...) stay visible.

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -119,6 +119,9 @@ class Target:
         """Count device resources in use: device bytes, driver regions, queue pairs."""
 
 
+_ABOUT = ("organization", "project", "url", "contact")
+
+
 def load_object(reference: str) -> Any:
     """Import ``module:attribute`` or ``path/to/file.py:attribute``.
 
@@ -155,18 +158,37 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
+TARGETS_GROUP = "kvtransport.conformance_targets"
+"""Entry points by which a package offers a Target for its backend's name."""
+
+
+def find_target_reference(backend: str) -> str:
+    """The reference of the installed Target for ``backend``, or ""; imports nothing of it."""
+    from importlib.metadata import entry_points
+
+    found = {point.value for point in entry_points(group=TARGETS_GROUP) if point.name == backend}
+    if len(found) > 1:
+        raise ConfigError(f"several packages offer a target for {backend!r}: {sorted(found)}")
+    return next(iter(found), "")
+
+
 def load_target(wire: Mapping[str, Any]) -> Target:
     """Build the target that ``Target`` reference or plain fields describe."""
     if wire.get("ref"):
         target = load_object(wire["ref"])
         if not isinstance(target, Target):
             raise ConfigError(f"{wire['ref']} is {type(target).__name__}, not a Target")
-        return target
+        return replace(
+            target,
+            config={**target.config, **wire.get("config", {})},
+            peer_config={**target.peer_config, **wire.get("peer_config", {})},
+        )
     return Target(
         backend=wire["backend"],
         config=wire.get("config", {}),
         peer_config=wire.get("peer_config", {}),
         agent=wire.get("agent", "kvtransport.agent:Agent"),
+        **{key: wire[key] for key in _ABOUT if key in wire},
     )
 
 
@@ -182,6 +204,7 @@ def target_wire(target: Target) -> dict[str, Any]:
             "config": dict(target.config),
             "peer_config": dict(target.peer_config),
             "agent": target.agent,
+            **{key: getattr(target, key) for key in _ABOUT},
         }
     for name, module in list(sys.modules.items()):
         for attribute, value in list(vars(module).items()) if module else ():

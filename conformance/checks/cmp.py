@@ -153,7 +153,7 @@ def failure_after_quiesce(ctx: Context) -> None:
     scene = ctx.scene(size)
     caught = 0
     for op in ctx.ops:
-        for _ in range(4):
+        for _ in range(2):
             number = catch_in_flight(scene, op, size)
             if number is None:
                 continue

@@ -204,13 +204,14 @@ def removed_peer_refused(ctx: Context) -> None:
 
 
 @check(
-    "MD-09", level="core", profiles=["KVT-FAULT"], needs=["op"], first_release=True, fresh=True,
+    "MD-09", level="core", profiles=["KVT-FAULT"], needs=["op"], first_release=True,
     noisy=True, timeout_s=90, why="MoRIIO's dial has no receive timeout",
 )  # fmt: skip
 def silent_peer_bounded(ctx: Context) -> None:
     """Contact with a peer that is there but answers nothing ends by its deadline."""
     mute = ctx.spawn("mute")
     side = mute.side()
+    ctx.a.open(options={"drain_s": 3.0})
     scene = ctx.scene(SIZE)
     side.alloc("src", SIZE, ["const", 1])
     side.alloc("dst", SIZE, ["const", 1])
@@ -270,7 +271,7 @@ class _Bomb:
 
 
 @check(
-    "MD-11", level="core", profiles=["KVT-FAULT"], needs=["op"], first_release=True, fresh=True,
+    "MD-11", level="core", profiles=["KVT-FAULT"], needs=["op"], first_release=True,
     noisy=True, timeout_s=90,
     why="vllm#55870: a failed handshake left its waiting requests waiting for ever",
 )  # fmt: skip

@@ -223,7 +223,7 @@ def slow_consumer(ctx: Context) -> None:
 )  # fmt: skip
 def lost_notify_is_bounded(ctx: Context) -> None:
     """When the acknowledgement is lost, the transfer ends typed at its deadline."""
-    ctx.a.open(faults={"lose_completions": True}, options={"drain_s": 0.5})
+    ctx.a.open(faults={"drop_rate": 1.0}, options={"drain_s": 0.5})
     scene = ctx.scene(4096)
     number = scene.post(ctx.op, Ranges.whole(4096), notify=b"lost", deadline_s=0.5)
     result = ctx.a.wait(number)

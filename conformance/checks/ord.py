@@ -88,7 +88,7 @@ def read_after_write_same_range(ctx: Context) -> None:
 def reorder_fuzz(ctx: Context) -> None:
     """Completions delivered in any order give the same bytes and end every transfer."""
     ctx.a.open(
-        narrow={"max_descriptors": 4}, faults={"reorder": True, "seed": ctx.seed % (1 << 31)}
+        narrow={"max_descriptors": 4}, faults={"reorder": True, "delay_polls": 5, "seed": ctx.seed % (1 << 31)}
     )
     size = 1 << 18
     scene = ctx.scene(size)

@@ -25,7 +25,7 @@ def bound_s(ctx: Context) -> float:
 
 @check(
     "PD-01", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    covers=["failure_detection"], first_release=True, fresh=True, noisy=True, timeout_s=120,
+    covers=["failure_detection"], first_release=True, noisy=True, timeout_s=120,
     why="UCX tells this or not depending on its error-handling mode",
 )  # fmt: skip
 def target_killed(ctx: Context) -> None:
@@ -70,7 +70,7 @@ def _use_dead_peer(ctx: Context, scene: Scene, op: str) -> list[str]:
 
 @check(
     "PD-02", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    first_release=True, fresh=True, noisy=True, timeout_s=60,
+    first_release=True, noisy=True, timeout_s=60,
     why="mori#655: a dead reader wedged the owner",
 )  # fmt: skip
 def initiator_killed(ctx: Context) -> None:
@@ -97,13 +97,14 @@ def initiator_killed(ctx: Context) -> None:
 
 @check(
     "PD-03", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    fresh=True, noisy=True, timeout_s=120,
+    noisy=True, timeout_s=120,
 )  # fmt: skip
 def target_frozen_then_thawed(ctx: Context) -> None:
     """A frozen peer costs a typed timeout; after it thaws nothing lands in reused memory."""
     for op in ctx.ops:
         frozen = ctx.spawn(f"frozen-{op}")
         one, other = ctx.local(f"patient-{op}"), frozen.side()
+        one.open(options={"drain_s": 3.0})
         scene = ctx.scene(1 << 22, one=one, other=other)
         scene.move(op, Ranges.whole(1 << 22))
         scene.blank(op)
@@ -133,7 +134,7 @@ def target_frozen_then_thawed(ctx: Context) -> None:
 
 @check(
     "PD-04", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    first_release=True, fresh=True, noisy=True, timeout_s=120,
+    first_release=True, noisy=True, timeout_s=120,
     why="vllm#55471, sglang#33789: replacing one side broke the pair until both restarted",
 )  # fmt: skip
 def restart_same_name(ctx: Context) -> None:
@@ -169,7 +170,7 @@ def _populate(side: Any) -> Any:
 
 @check(
     "PD-05", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    first_release=True, fresh=True, noisy=True, timeout_s=120,
+    first_release=True, noisy=True, timeout_s=120,
 )  # fmt: skip
 def dead_peer_isolated(ctx: Context) -> None:
     """While one peer is dead and in use, traffic to others keeps half of its rate."""
@@ -200,7 +201,7 @@ def dead_peer_isolated(ctx: Context) -> None:
 
 
 @check(
-    "PD-06", level="extended", profiles=_FAULT, needs=["op"], fresh=True, noisy=True,
+    "PD-06", level="extended", profiles=_FAULT, needs=["op"], noisy=True,
     timeout_s=120, why="mori#655: one dropped acknowledgement wedged a transfer",
 )  # fmt: skip
 def one_way_loss(ctx: Context) -> None:
@@ -230,7 +231,7 @@ def one_way_loss(ctx: Context) -> None:
 
 @check(
     "PD-07", level="extended", profiles={"KVT-FAULT": "core"}, needs=["op"],
-    fresh=True, noisy=True, timeout_s=120,
+    noisy=True, timeout_s=120,
     why="sglang#33789, nixl#795: the survivor had to be restarted as well",
 )  # fmt: skip
 def recovers_in_process(ctx: Context) -> None:

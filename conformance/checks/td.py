@@ -36,7 +36,7 @@ def close_idempotent(ctx: Context) -> None:
 )  # fmt: skip
 def close_in_flight(ctx: Context) -> None:
     """Closing with transfers in flight drains them, or raises ``UndrainedError`` and keeps memory."""
-    size = ctx.settings.max_bytes
+    size = ctx.settings.max_bytes // 4
     caught = 0
     for cycle in range(3):
         one, other = ctx.local(f"closing-{cycle}"), ctx.peer.side(f"closing-{cycle}")
@@ -159,7 +159,7 @@ def use_after_close(ctx: Context) -> None:
 
 
 @check(
-    "TD-07", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True, fresh=True,
+    "TD-07", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True,
     noisy=True, timeout_s=60,
 )  # fmt: skip
 def exit_without_close(ctx: Context) -> None:

@@ -230,7 +230,14 @@ def test_contradicting_ids_are_counted_and_the_first_source_wins(cluster, new_id
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [("x" * 257, "length"), ("", "length"), ({"a": 1}, "type"), (True, "type"), ([], "type")],
+    [
+        ("x" * 257, "length"),
+        ("", "length"),
+        ({"a": 1}, "type"),
+        (True, "type"),
+        ([], "type"),
+        (1.5, "type"),
+    ],
 )
 def test_an_id_that_is_none_is_ignored_and_counted(cluster, value, reason):
     labels = {"source": "body:conversation_id", "reason": reason}

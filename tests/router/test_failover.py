@@ -12,6 +12,7 @@ import pytest
 from kvtransport_vllm.router.config import EngineSpec
 from kvtransport_vllm.router.engines import Engine, State
 from kvtransport_vllm.router.errors import (
+    EngineDeadlineError,
     EngineFaultError,
     EngineLostError,
     EngineSilentError,
@@ -134,6 +135,7 @@ def test_one_refused_connection_is_enough(start):
         (EngineUnreachableError, State.DOWN),
         (EngineLostError, State.SUSPECT),
         (EngineSilentError, State.SUSPECT),
+        (EngineDeadlineError, State.UP),
         (EngineFaultError, State.UP),
     ],
 )
@@ -206,15 +208,16 @@ def test_a_silent_prefill_is_given_up_after_its_deadline(start):
     router = start.cluster(1, 1, "--limit", "prefill-timeout=0.3")
     router.prefills[0].behave(gate="before")
     assert router.chat().status == 200
-    assert router.metric("kvt_router_legs_total", leg="prefill", outcome="silent") == 1
+    assert router.metric("kvt_router_legs_total", leg="prefill", outcome="deadline") == 1
 
 
 def test_a_silent_decode_is_given_up_after_its_deadline(start):
     router = start.cluster(1, 1, "--limit", "first-byte-timeout=0.3", "--limit", "idle-timeout=0.3")
     router.decodes[0].behave(gate="after_headers")
     reply = router.chat(stream=True)
-    assert reply.status == 502
-    assert "silent" in reply.json()["error"]["message"]
+    assert reply.status == 504
+    assert "took too long" in reply.json()["error"]["message"]
+    assert len(router.decodes[0].seen) == 1
 
 
 def test_an_engine_that_reports_itself_unhealthy_takes_no_traffic(cluster):

@@ -117,6 +117,14 @@ def test_unknown_paths_and_methods_are_named(cluster):
     assert cluster.post("/health", {}).status == 405
 
 
+def test_an_id_that_is_no_utf8_is_ignored(cluster):
+    labels = {"source": "body:conversation_id", "reason": "type"}
+    before = cluster.metric("kvt_router_ids_ignored_total", **labels)
+    raw = b'{"model":"m","messages":[],"conversation_id":"\xff\xfe"}'
+    cluster.post(CHAT, raw)
+    assert cluster.metric("kvt_router_ids_ignored_total", **labels) == before + 1
+
+
 def test_a_large_body_goes_through(cluster):
     text = "word " * 800_000
     assert cluster.chat(text).status == 200

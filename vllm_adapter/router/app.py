@@ -24,7 +24,7 @@ from kvtransport_vllm.router.client import Client
 from kvtransport_vllm.router.config import RouterConfig
 from kvtransport_vllm.router.decode import DecodeLeg
 from kvtransport_vllm.router.engines import Pool
-from kvtransport_vllm.router.errors import EngineError, RequestRefusedError
+from kvtransport_vllm.router.errors import EngineDeadlineError, EngineError, RequestRefusedError
 from kvtransport_vllm.router.health import Prober
 from kvtransport_vllm.router.identity import Keyring
 from kvtransport_vllm.router.metrics import CONTENT_TYPE, Metrics
@@ -100,29 +100,34 @@ class Router:
                 return
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; every failure ends here, as an answer and a count."""
         path: str = scope["path"]
         known = path in {CHAT, COMPLETIONS} or path in self._pages
         client = Client(send, "-", timeout_s=self._limits.idle_timeout_s)
         self._in_flight += 1
         outcome = "gone"
         try:
-            headers = request_headers(scope, self._limits.max_header_bytes)
-            client.request_id = request_id(headers)
-            await self._dispatch(path, scope["method"], headers, receive, client)
-            outcome = _outcome(client.status)
-        except RequestRefusedError as error:
-            outcome = "refused"
-            await client.answer(error_answer(error.status, str(error), param=error.param))
-        except EngineError as error:
-            outcome = "aborted" if client.started else "failed"
-            if not client.started:
-                await client.answer(error.answer or _failed(error))
+            outcome = await self._answered(path, scope, receive, client)
         except ClientGoneError:
             logger.debug("client left: request=%s", client.request_id)
         finally:
             self._in_flight -= 1
             self.metrics.requests.labels(path if known else "other", outcome).inc()
+
+    async def _answered(self, path: str, scope: Scope, receive: Receive, client: Client) -> str:
+        """Answer one request, also when it fails; says how it ended."""
+        try:
+            headers = request_headers(scope, self._limits.max_header_bytes)
+            client.request_id = request_id(headers)
+            await self._dispatch(path, scope["method"], headers, receive, client)
+        except RequestRefusedError as error:
+            await client.answer(error_answer(error.status, str(error), param=error.param))
+            return "refused"
+        except EngineError as error:
+            if client.started:
+                return "aborted"
+            await client.answer(error.answer or _failed(error))
+            return "failed"
+        return _outcome(client.status)
 
     async def _dispatch(
         self, path: str, method: str, headers: dict[str, str], receive: Receive, client: Client
@@ -226,6 +231,8 @@ def _store(config: RouterConfig, metrics: Metrics) -> Store:
 
 
 def _failed(error: EngineError) -> Answer:
+    if isinstance(error, EngineDeadlineError):
+        return error_answer(504, "the decode engine took too long to begin its answer")
     return error_answer(502, f"no decode engine could answer (the last one: {error.outcome})")
 
 

@@ -7,11 +7,14 @@ those smuggled in as engine extras, are dropped.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from kvtransport_vllm.router.errors import RequestRefusedError
 
 Fields = dict[str, msgspec.Raw]
+_T = TypeVar("_T")
 
 _FIELDS = msgspec.json.Decoder(Fields)
 _ANY = msgspec.json.Decoder()
@@ -92,7 +95,7 @@ def id_at(fields: Fields, path: str, max_bytes: int) -> bytes | None:
         raw = level.get(name)
         if raw is None or memoryview(raw)[:1].tobytes() != b"{":
             return None
-        level = _FIELDS.decode(raw)
+        level = _decoded(_FIELDS, raw)
     raw = level.get(last)
     if raw is None or is_null(raw):
         return None
@@ -102,7 +105,14 @@ def id_at(fields: Fields, path: str, max_bytes: int) -> bytes | None:
     # An escaped character takes at most six bytes, and there are the quotes.
     if len(text) > 6 * max_bytes + 2:
         raise ValueError("length")
-    return checked_id(_ANY.decode(raw), max_bytes)
+    return checked_id(_decoded(_ANY, raw), max_bytes)
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], raw: msgspec.Raw) -> _T:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError("type") from error
 
 
 def checked_id(value: object, max_bytes: int) -> bytes:

@@ -17,7 +17,12 @@ from kvtransport_vllm.router.body import decode_body
 from kvtransport_vllm.router.client import Client
 from kvtransport_vllm.router.config import RouterConfig
 from kvtransport_vllm.router.engines import Engine, State
-from kvtransport_vllm.router.errors import EngineError, EngineFaultError, EngineLostError
+from kvtransport_vllm.router.errors import (
+    EngineDeadlineError,
+    EngineError,
+    EngineFaultError,
+    EngineLostError,
+)
 from kvtransport_vllm.router.legs import another, engine_headers, fault, is_refusal, judged
 from kvtransport_vllm.router.metrics import Metrics
 from kvtransport_vllm.router.prefill import Prefilled
@@ -35,7 +40,6 @@ class DecodeLeg:
     def __init__(
         self, config: RouterConfig, routing: Routing, upstream: Upstream, metrics: Metrics
     ) -> None:
-        self._config = config
         self._limits = config.limits
         self._routing = routing
         self._upstream = upstream
@@ -63,7 +67,8 @@ class DecodeLeg:
             except EngineError as error:
                 tried.add(current)
                 current = another(pool, tried, error)
-                if client.started or current is None or attempts >= self._limits.max_attempts:
+                last = current is None or attempts >= self._limits.max_attempts
+                if last or client.started or isinstance(error, EngineDeadlineError):
                     raise
                 self._metrics.failovers.labels("decode").inc()
 

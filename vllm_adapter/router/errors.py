@@ -8,7 +8,8 @@
         └── EngineError               one engine, one leg
             ├── EngineUnreachableError   no connection: nobody listens
             ├── EngineLostError          the connection broke
-            ├── EngineSilentError        a deadline passed
+            ├── EngineSilentError        its probes went unanswered
+            ├── EngineDeadlineError      alive, but the leg took too long
             └── EngineFaultError         it answered, but with a failure
 """
 
@@ -53,9 +54,15 @@ class EngineLostError(EngineError):
 
 
 class EngineSilentError(EngineError):
-    """The engine said nothing by the deadline, or its probes went unanswered."""
+    """The engine stopped answering its probes while the leg was under way."""
 
     outcome = "silent"
+
+
+class EngineDeadlineError(EngineError, TimeoutError):
+    """The leg's own deadline passed; doing the same work again elsewhere won't help."""
+
+    outcome = "deadline"
 
 
 class EngineFaultError(EngineError):

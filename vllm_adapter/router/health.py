@@ -8,6 +8,7 @@ seconds, so a dead engine sees few connections and a restarted one is back soon.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Iterable
 
@@ -15,6 +16,8 @@ from kvtransport_vllm.router.config import Limits
 from kvtransport_vllm.router.engines import Engine, State
 from kvtransport_vllm.router.errors import EngineError, EngineUnreachableError
 from kvtransport_vllm.router.upstream import Upstream
+
+logger = logging.getLogger("kvtransport.router.health")
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 15.0
@@ -34,6 +37,9 @@ class Prober:
     async def start(self) -> None:
         """Probe every engine once, then keep probing in the background."""
         await asyncio.gather(*(self._probe(engine, _MISSES_UNTIL_DOWN) for engine in self._engines))
+        for engine in self._engines:
+            if engine.state is not State.UP:
+                logger.warning("%s engine %s is not up yet", engine.role, engine.name)
         self._tasks = [asyncio.create_task(self._watch(engine)) for engine in self._engines]
 
     async def stop(self) -> None:

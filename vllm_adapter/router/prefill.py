@@ -12,7 +12,12 @@ from kvtransport_vllm.router.answer import Answer
 from kvtransport_vllm.router.body import is_null, needs_own_prefill, prefill_body
 from kvtransport_vllm.router.config import RouterConfig
 from kvtransport_vllm.router.engines import Engine
-from kvtransport_vllm.router.errors import EngineError, EngineFaultError, RequestRefusedError
+from kvtransport_vllm.router.errors import (
+    EngineDeadlineError,
+    EngineError,
+    EngineFaultError,
+    RequestRefusedError,
+)
 from kvtransport_vllm.router.legs import another, engine_headers, fault, is_refusal, judged
 from kvtransport_vllm.router.metrics import Metrics
 from kvtransport_vllm.router.routing import Held, Routing
@@ -84,9 +89,9 @@ class PrefillLeg:
                 return await self._attempt(turn, engine, body)
             except EngineError as error:
                 failure = error
-                repeated = engine in tried
+                done = engine in tried or isinstance(error, EngineDeadlineError)
                 tried.add(engine)
-                engine = None if repeated else another(pool, tried, error)
+                engine = None if done else another(pool, tried, error)
         return self._without(failure)
 
     def _without(self, failure: EngineError | None) -> Prefilled:

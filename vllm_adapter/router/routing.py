@@ -37,8 +37,10 @@ class Routing:
                 continue
             decode = _alive(self.decodes, binding.decode, binding)
             if decode is None:
-                self.store.drop(candidate.key)
                 self._metrics.affinity.labels(candidate.label, "void").inc()
+                # An engine that only other replicas know is none of our business.
+                if self.decodes.get(binding.decode) is not None:
+                    self.store.drop(candidate.key)
                 continue
             self._metrics.affinity.labels(candidate.label, "hit").inc()
             prefill = _alive(self.prefills, binding.prefill, binding)

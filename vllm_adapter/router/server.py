@@ -16,6 +16,8 @@ logger = logging.getLogger("kvtransport.router")
 
 _DRAIN_S = 10
 _BACKLOG = 2048
+# Longer than load balancers keep idle connections, so that they close first.
+_KEEP_ALIVE_S = 75
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -51,9 +53,9 @@ async def _serve(config: RouterConfig, listener: socket.socket) -> None:
         log_config=None,
         access_log=False,
         server_header=False,
-        date_header=False,
         h11_max_incomplete_event_size=config.limits.max_header_bytes,
         limit_concurrency=2 * config.limits.max_in_flight,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_DRAIN_S,
     )
     await _Server(options, config).serve(sockets=[listener])

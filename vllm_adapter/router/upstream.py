@@ -2,7 +2,7 @@
 
 ``Upstream`` owns the connections, ``Leg`` is one request on one of them.  Every
 wait has a deadline, and whatever the client library raises leaves here as one
-of the four :class:`EngineError` situations.  Redirects are never followed: only
+of the :class:`EngineError` situations.  Redirects are never followed: only
 configured addresses are contacted.
 """
 
@@ -20,6 +20,7 @@ from kvtransport_vllm.router.answer import Answer, Headers
 from kvtransport_vllm.router.config import Limits
 from kvtransport_vllm.router.engines import Engine
 from kvtransport_vllm.router.errors import (
+    EngineDeadlineError,
     EngineError,
     EngineFaultError,
     EngineLostError,
@@ -193,7 +194,7 @@ class Leg:
         if self._aborted:
             return EngineSilentError(f"{name} stopped answering its probes", engine=name)
         if isinstance(error, TimeoutError):
-            return EngineSilentError(f"{name} said nothing for {timeout_s:g} s", engine=name)
+            return EngineDeadlineError(f"{name} said nothing for {timeout_s:g} s", engine=name)
         if isinstance(error, aiohttp.ClientResponseError):
             return EngineFaultError(f"{name} sent malformed HTTP: {error}", engine=name)
         return EngineLostError(f"{name} closed the connection: {error!r}", engine=name)

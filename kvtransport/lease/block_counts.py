@@ -8,22 +8,21 @@ from numpy.typing import NDArray
 from kvtransport.errors import ConfigError
 from kvtransport.lease.runs import BlockIds
 
+Positions = NDArray[np.intp]
+
 _ONE = np.ones(1, dtype=np.int32)
 
 
 class BlockCounts:
-    """Counts per block id; ``distinct`` is the number of blocks with a count.
-
-    ``add`` and ``remove`` take a holding's ids as ``unique`` gives them.
-    """
+    """Counts per block id; ``distinct`` is the number of blocks with a count."""
 
     def __init__(self, capacity: int, null_block: int | None) -> None:
         self._counts = np.zeros(max(1, capacity), dtype=np.int32)
         self._null_block = null_block
         self.distinct = 0
 
-    def unique(self, rows: tuple[BlockIds, ...]) -> BlockIds:
-        """All block ids of a holding without the placeholder block.
+    def positions(self, rows: tuple[BlockIds, ...]) -> Positions:
+        """All blocks of a holding but the placeholder, in the form numpy indexes fastest.
 
         Raises ``ConfigError`` for a negative id; ``add`` and ``remove`` of what
         is returned can't fail.
@@ -31,23 +30,22 @@ class BlockCounts:
         ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if self._null_block is not None:
             ids = ids[ids != self._null_block]
-        at = _positions(ids)
+        # Seen as unsigned, a negative id is out of range instead of wrapping round.
+        at = ids.view(np.uint32).astype(np.intp)
         try:
             self._counts[at]
         except IndexError:
             self._grow(int(at.max()))
-        return ids
+        return at
 
-    def add(self, ids: BlockIds) -> None:
+    def add(self, at: Positions) -> None:
         """Count one more keeper of each block."""
-        at = _positions(ids)
         counts = self._counts[at]
         self.distinct += counts.size - int(np.count_nonzero(counts))
         self._counts[at] = np.add(counts, _ONE, counts)
 
-    def remove(self, ids: BlockIds) -> int:
+    def remove(self, at: Positions) -> int:
         """Count one keeper less; returns how many blocks have none now."""
-        at = _positions(ids)
         counts = self._counts[at]
         self._counts[at] = np.subtract(counts, _ONE, counts)
         freed = counts.size - int(np.count_nonzero(counts))
@@ -60,8 +58,3 @@ class BlockCounts:
         grown = np.zeros(top + 1 + top // 4, dtype=np.int32)
         grown[: self._counts.size] = self._counts
         self._counts = grown
-
-
-def _positions(ids: BlockIds) -> NDArray[np.intp]:
-    """Ids as numpy indexes fastest; a negative one becomes huge instead of wrapping round."""
-    return ids.view(np.uint32).astype(np.intp)

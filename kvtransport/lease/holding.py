@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransport.lease.digest import DIGEST_NBYTES
 from kvtransport.lease.runs import BlockIds
 
@@ -77,7 +80,7 @@ class Holding:
     ending: DropReason | None = field(default=None, repr=False)
     node: Node | None = field(default=None, repr=False)
     timer: int = field(default=0, repr=False)
-    counted: BlockIds | None = field(default=None, repr=False)
+    counted: NDArray[np.intp] | None = field(default=None, repr=False)
     policy_data: object = field(default=None, repr=False)
 
     @property

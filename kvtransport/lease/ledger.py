@@ -306,14 +306,14 @@ class Ledger:
     def _rows(
         self, block_ids: Sequence[BlockIds | Sequence[int]], tokens: int
     ) -> tuple[BlockIds, ...]:
-        rows = tuple(np.ascontiguousarray(row, dtype=np.int32) for row in block_ids)
+        rows = tuple([np.ascontiguousarray(row, dtype=np.int32) for row in block_ids])
         sizes = self.settings.block_tokens
         if len(rows) != len(sizes):
             raise ConfigError(f"block_ids has {len(rows)} rows, the cache {len(sizes)} KV groups")
-        for group, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+        for row, size in zip(rows, sizes, strict=True):
             if row.ndim != 1 or row.size * size < tokens:
                 raise ConfigError(
-                    f"KV group {group}: {row.size} blocks of {size} do not cover {tokens} tokens"
+                    f"{row.shape} blocks of {size} tokens do not cover {tokens} tokens"
                 )
         return rows
 

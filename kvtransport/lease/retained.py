@@ -42,8 +42,8 @@ class Retained:
         ``leaving`` are unleased holdings that go once this one is in; they make
         room too.  When refused they stay, and so does whatever was given up.
         """
-        ids = holding.counted = self._counts.unique(holding.block_ids)
-        if ids.size > self.budget_blocks:
+        counted = holding.counted = self._counts.positions(holding.block_ids)
+        if counted.size > self.budget_blocks:
             return Refusal.OVER_BUDGET
         for old in leaving:
             self.forget(old)

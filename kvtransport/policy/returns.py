@@ -36,7 +36,7 @@ _REFRESH = 64
 
 def class_of(turns: int) -> int:
     """The class of a conversation that has come back ``turns`` times."""
-    return min(turns, CLASSES - 1)
+    return turns if turns < CLASSES else CLASSES - 1
 
 
 def position(age_s: float) -> float:
@@ -45,7 +45,8 @@ def position(age_s: float) -> float:
         return 0.0
     if age_s <= _FIRST_S:
         return age_s / _FIRST_S
-    return min(_BINS - 1e-9, 1.0 + 2.0 * math.log2(age_s / _FIRST_S))
+    at = 1.0 + 2.0 * math.log2(age_s / _FIRST_S)
+    return at if at < _BINS else _BINS - 1e-9
 
 
 class _Class:

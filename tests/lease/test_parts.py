@@ -286,17 +286,17 @@ def test_block_counts_grow_and_refuse_negative_ids() -> None:
     import numpy as np
 
     counts = BlockCounts(4, null_block=0)
-    first = counts.unique((np.array([0, 1, 2], dtype=np.int32), np.array([0, 3], dtype=np.int32)))
+    first = counts.positions((np.array([0, 1, 2], dtype=np.int32), np.array([0, 3], dtype=np.int32)))
     counts.add(first)
     assert counts.distinct == 3
-    far = counts.unique((np.array([3, 1000], dtype=np.int32),))
+    far = counts.positions((np.array([3, 1000], dtype=np.int32),))
     counts.add(far)
     assert counts.distinct == 4
     assert counts.remove(first) == 2
     assert counts.remove(far) == 2
     assert counts.distinct == 0
     with pytest.raises(ConfigError, match="negative"):
-        counts.unique((np.array([1, -1], dtype=np.int32),))
+        counts.positions((np.array([1, -1], dtype=np.int32),))
 
 
 def test_importing_leases_loads_no_engine_and_no_driver() -> None:

@@ -34,7 +34,8 @@ class PullQuestion:
 
     ``tokens_beyond_local`` would be pulled, on top of ``local_tokens`` that
     this engine's own prefix cache has.  ``descriptors`` and ``nbytes`` describe
-    the transfer, 0 when unknown.  ``peer`` names engine and incarnation.
+    the transfer, 0 when unknown.  ``peer`` names the engine; what follows its
+    last slash, the incarnation, does not matter for cost.
     ``load_tokens`` prompt tokens wait or run here before this request.
     ``queued_nbytes`` are already being pulled from the peer.
     """
@@ -51,12 +52,18 @@ class PullQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Pull or compute, why, and what either was expected to take (NaN: unknown)."""
+    """Pull or compute, why, and what either was expected to take (NaN: unknown).
+
+    ``predicted_pull_s`` is the transfer with what is queued before it,
+    ``predicted_compute_s`` the computation alone, ``predicted_wait_s`` what this
+    engine has to compute before it gets to the request.
+    """
 
     pull: bool
     reason: str
     predicted_pull_s: float = float("nan")
     predicted_compute_s: float = float("nan")
+    predicted_wait_s: float = float("nan")
 
 
 class RecomputePolicy(ABC):
@@ -77,8 +84,23 @@ class RecomputePolicy(ABC):
     ) -> None:
         """A pull from ``peer`` took ``seconds`` from decision to usable KV."""
 
-    def observe_step(self, *, tokens: int, context_tokens: int, seconds: float) -> None:  # noqa: B027  # optional
-        """One engine step computed ``tokens`` new tokens on top of ``context_tokens``."""
+    def observe_step(  # noqa: B027  # optional to override
+        self,
+        *,
+        tokens: int,
+        context_tokens: int,
+        seconds: float,
+        attention_pairs: float | None = None,
+    ) -> None:
+        """One engine step computed ``tokens`` new tokens on top of ``context_tokens``.
+
+        ``attention_pairs`` is the sum over requests of new x (context + new / 2);
+        without it the step is taken for one request.
+        """
+
+    def compute_seconds(self, tokens: int, /) -> float:  # noqa: ARG002  # a default
+        """How long this engine would compute a prompt of ``tokens``; 0 when unknown."""
+        return 0.0
 
     def describe(self) -> dict[str, Any]:
         """Plain values for ``kvt status``."""

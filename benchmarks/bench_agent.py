@@ -1,7 +1,8 @@
 """What the core adds to a backend: READ through ``Agent`` against the backend alone.
 
 Two processes on this host; the same descriptors, alternating in one run.  The
-"backend" column posts and polls the very same opened backend without the core.
+"backend" column posts and polls the very same opened backend without the core,
+"prepared" posts one plan again and again.
 ``python benchmarks/bench_agent.py --backend host``
 """
 
@@ -108,20 +109,33 @@ def measure(backend: str, config: dict[str, Any], repeats: int) -> list[dict[str
             pairs = [Pair.blocks(mine, theirs, index, index)]
             (part,) = agent.prepare(Op.READ, peer, pairs).parts
 
+            plan = agent.prepare(Op.READ, peer, pairs)
+
             def through_agent(pairs: Any = pairs) -> None:
                 agent.read(peer, pairs).wait()
-                agent.poll()
+
+            def prepared(plan: Any = plan) -> None:
+                agent.post(plan).wait()
 
             def alone(part: Any = part) -> None:
                 raw_read(raw, peer.peer_id, part, tickets)
 
-            for action in (through_agent, alone):
+            actions = (through_agent, prepared, alone)
+            for action in actions:
                 for _ in range(20):
                     action()
-            times = [(timed(through_agent), timed(alone)) for _ in range(repeats)]
-            a, b = (statistics.median(column) for column in zip(*times, strict=True))
-            ratio = statistics.median(x / y for x, y in times)
-            rows.append({"case": name, "agent_us": a, "backend_us": b, "ratio": ratio})
+            times = [[timed(action) for action in actions] for _ in range(repeats)]
+            a, p, b = (statistics.median(column) for column in zip(*times, strict=True))
+            rows.append(
+                {
+                    "case": name,
+                    "agent_us": a,
+                    "prepared_us": p,
+                    "backend_us": b,
+                    "ratio": statistics.median(t[0] / t[2] for t in times),
+                    "prepared_ratio": statistics.median(t[1] / t[2] for t in times),
+                }
+            )
         assert (memory[: 4 << 10] == 7).all(), "nothing was moved"
     return rows
 
@@ -148,8 +162,9 @@ def main() -> None:
         target = TARGETS.get(row["case"])
         note = f"target {target}" if target else ""
         print(
-            f"{row['case']:12} agent {row['agent_us']:9.1f}  backend {row['backend_us']:9.1f}  "
-            f"ratio {row['ratio']:.3f}  {note}"
+            f"{row['case']:12} agent {row['agent_us']:8.1f}  prepared {row['prepared_us']:8.1f}  "
+            f"backend {row['backend_us']:8.1f}  ratios {row['ratio']:.3f} "
+            f"{row['prepared_ratio']:.3f}  {note}"
         )
 
 

@@ -18,8 +18,13 @@ def call(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     except KVTransportError:
         raise
     except Exception as error:
-        name = getattr(method, "__qualname__", str(method))
-        raise BackendContractError(
-            f"{name} raised {type(error).__name__} instead of a KVTransportError: {error}",
-            native=error,
-        ) from error
+        raise foreign(method, error) from error
+
+
+def foreign(method: Callable[..., object], error: Exception) -> BackendContractError:
+    """The error for an exception that a backend should have translated."""
+    name = getattr(method, "__qualname__", str(method))
+    return BackendContractError(
+        f"{name} raised {type(error).__name__} instead of a KVTransportError: {error}",
+        native=error,
+    )

@@ -40,7 +40,13 @@ class Progress:
     def step(self) -> None:
         """Progress without blocking; raises only what the backend's poll raises."""
         inflight = self._inflight
-        for event in edge.call(self._backend.poll):
+        try:
+            events = self._backend.poll()
+        except KVTransportError:
+            raise
+        except Exception as error:
+            raise edge.foreign(self._backend.poll, error) from error
+        for event in events:
             if type(event) is Completion:
                 inflight.complete(event)
             else:

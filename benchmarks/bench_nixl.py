@@ -60,9 +60,7 @@ class Raw:
         rows = [[base, block, 0, block, NBYTES // block] for base in self._bases()]
         tables = [np.array([row], np.uint64) for row in rows]
         self.local_table = self.agent.prepXferDlist("", self.nixl.DRAM_SEG, tables[0], [])
-        self.remote_table = self.agent.prepXferDlist(
-            self.peer, self.nixl.DRAM_SEG, tables[1], []
-        )
+        self.remote_table = self.agent.prepXferDlist(self.peer, self.nixl.DRAM_SEG, tables[1], [])
 
     def _bases(self) -> tuple[int, int]:
         return self.memory.ctypes.data, self.remote
@@ -93,6 +91,7 @@ class Raw:
 
 
 def aligned() -> Any:
+    """Pages of memory, touched."""
     memory = np.empty(NBYTES + 4096, np.uint8)
     start = -memory.ctypes.data % 4096
     memory[:] = 1
@@ -100,6 +99,7 @@ def aligned() -> Any:
 
 
 def target(transports: str) -> None:
+    """Be the peer until stdin ends."""
     raw = Raw("raw-target", transports)
     agent = Agent.open("cuda", name="target", config={"transports": transports})
     memory = aligned()
@@ -117,6 +117,7 @@ def target(transports: str) -> None:
 
 
 def through_agent(agent: Agent, peer: Any, pairs: list[Any]) -> None:
+    """Read and wait as an engine does: by polling."""
     transfer = agent.read(peer, pairs)
     while not transfer.done:
         agent.poll()
@@ -124,6 +125,7 @@ def through_agent(agent: Agent, peer: Any, pairs: list[Any]) -> None:
 
 
 def measure(raw: Raw, agent: Agent, peer: Any, region: Any, options: Any) -> None:
+    """Print one line per shape."""
     rng = np.random.default_rng(0)
     read_raw = raw.read_lists if options.raw == "lists" else raw.read_tables
     print(f"{'shape':>14}  {'raw NIXL':>10}  {'Agent':>10}  ratio  GB/s (Agent)")
@@ -138,7 +140,9 @@ def measure(raw: Raw, agent: Agent, peer: Any, region: Any, options: Any) -> Non
         calls = {
             "raw": lambda: read_raw(local, remote, block),  # noqa: B023
             "agent": lambda: through_agent(
-                agent, peer, [Pair.blocks(here, there, local, remote)]  # noqa: B023
+                agent,
+                peer,
+                [Pair.blocks(here, there, local, remote)],  # noqa: B023
             ),
         }
         for round_ in range(options.rounds + 10):
@@ -156,6 +160,7 @@ def measure(raw: Raw, agent: Agent, peer: Any, region: Any, options: Any) -> Non
 
 
 def main() -> None:
+    """Start the peer and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--transports", default="", help="UCX_TLS; empty: UCX chooses")
     parser.add_argument("--raw", choices=["tables", "lists"], default="tables")

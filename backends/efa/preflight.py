@@ -119,6 +119,7 @@ def libfabric_path() -> str:
 
 
 def main() -> None:
+    """Print the findings as JSON."""
     lacking = missing(sys.argv[1:])
     present = LIBFABRIC not in lacking
     answer = {

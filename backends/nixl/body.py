@@ -17,6 +17,7 @@ from kvtransport.errors import IncompatiblePeerError, MalformedMetadataError
 MAX_REGIONS = 65536
 _DIGEST = 16
 _ADDRESS_SPACE = 1 << 64
+_NATIVE_HEAD = b"nixlSerDes|Agent"
 
 
 class RegionEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +47,7 @@ _decoder = msgspec.msgpack.Decoder(Body)
 
 
 def encode(body: Body) -> bytes:
+    """Encode a body for ``decode``."""
     payload = _encoder.encode(body)
     return _digest(payload) + payload
 
@@ -81,13 +83,29 @@ def _check(body: Body, backend: str) -> None:
             backend=backend,
         )
     for region in body.regions:
-        inside = 0 <= region.address and 0 < region.nbytes
+        inside = region.address >= 0 and region.nbytes > 0
         if not inside or region.address + region.nbytes > _ADDRESS_SPACE:
             raise MalformedMetadataError(
                 f"region {region.region_id} has an impossible range", backend=backend
             )
+    for metadata in (body.connection, *(region.native for region in body.regions)):
+        if not _describes(metadata, body.agent):
+            raise MalformedMetadataError(
+                f"the metadata of {body.agent!r} describes another agent", backend=backend
+            )
     if len({region.region_id for region in body.regions}) != len(body.regions):
         raise MalformedMetadataError("a region id occurs twice", backend=backend)
+
+
+def _describes(metadata: bytes, agent: str) -> bool:
+    """Whether NIXL's metadata is about ``agent``, as far as its first field is known.
+
+    NIXL would take forged metadata for another peer's and break that peer.
+    """
+    if not metadata.startswith(_NATIVE_HEAD):
+        return True  # another version of NIXL; the loader compares the name again
+    name = agent.encode()
+    return metadata.startswith(_NATIVE_HEAD + len(name).to_bytes(8, "little") + name + b"|")
 
 
 def _digest(payload: bytes) -> bytes:

@@ -1,3 +1,4 @@
+# ruff: noqa: N802, N815  # NIXL's own names
 """Finding NIXL's Python module and giving its untyped objects types.
 
 The binding layer is used directly: NIXL's convenience class releases transfers
@@ -104,9 +105,7 @@ class Driver:
     module: str
     bindings: Any
 
-    def new_agent(
-        self, name: str, *, progress_thread: bool, progress_delay_us: int
-    ) -> NativeAgent:
+    def new_agent(self, name: str, *, progress_thread: bool, progress_delay_us: int) -> NativeAgent:
         """Create an agent without any plugin.
 
         ``progress_delay_us`` is how long NIXL's progress thread sleeps without

@@ -211,7 +211,19 @@ class NixlBackend(Backend):
         if self._liveness is not None:
             self._sweep()
             self._liveness.watch(decoded.agent, decoded.contact)
+        self._await_end(decoded.agent)
         self._peers.load(peer_id, decoded)
+
+    def _await_end(self, name: str) -> None:
+        """Wait for what is left of a failed connection before making a new one."""
+        agent, peer = self._opened(), self._peers.named(name)
+        until = time.monotonic() + 4 * self._config.settle_ms / 1000
+        while peer is not None and peer.forgotten and peer.in_flight and time.monotonic() < until:
+            self._receive(agent)
+            for flight in list(self._flights.values()):
+                if flight.peer is peer:
+                    self._advance(agent, flight)
+            time.sleep(0.001)
 
     def drop_peer(self, peer_id: int) -> None:
         self._opened()
@@ -219,9 +231,7 @@ class NixlBackend(Backend):
 
     # -- transfers --------------------------------------------------------
 
-    def post(
-        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
-    ) -> None:
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         agent = self._opened()
         if len(self._flights) >= self._config.max_in_flight:
             raise BackpressureError(
@@ -259,9 +269,7 @@ class NixlBackend(Backend):
         if self._flights:
             for flight in list(self._flights.values()):
                 self._advance(agent, flight)
-        messages = agent.getNotifs({}, self._plugin_handles)
-        if messages or self._inbox.waiting:
-            self._events.extend(self._inbox.receive(messages, self._peers.id_of))
+        self._receive(agent)
         events, self._events = self._events, []
         if self._flights and not events:
             # Whoever has the work to do, NIXL's thread or a peer on this
@@ -269,6 +277,12 @@ class NixlBackend(Backend):
             # a transfer down a hundredfold.  (time.sleep(0) costs 50 us.)
             os.sched_yield()
         return events
+
+    def _receive(self, agent: NativeAgent) -> None:
+        """Let NIXL progress and take what it received."""
+        messages = agent.getNotifs({}, self._plugin_handles)
+        if messages or self._inbox.waiting:
+            self._events.extend(self._inbox.receive(messages, self._peers.id_of))
 
     def counters(self) -> Mapping[str, int]:
         return {
@@ -301,11 +315,10 @@ class NixlBackend(Backend):
         self._events.extend(PeerDown(peer_id, error) for peer_id in peer.ids)
         # UCX ends the requests of a failed endpoint in later progress calls,
         # and once NIXL has forgotten the peer it answers nothing about them.
-        settle_until = time.monotonic() + self._config.settle_ms / 1000
         for flight in self._flights.values():
             if flight.peer is peer and not flight.stuck:
                 flight.error = error
-                flight.settle_until = settle_until
+                self._settle(flight)
 
     # -- one flight -------------------------------------------------------
 
@@ -318,9 +331,14 @@ class NixlBackend(Backend):
                 self._post_parts(agent, flight)
         if flight.settle_until is not None and time.monotonic() < flight.settle_until:
             return
-        ended = not flight.handles or flight.peer.forgotten
-        if ended and (flight.error is not None or not flight.parts):
-            self._finish(agent, flight)
+        if flight.peer.forgotten and flight.handles:
+            # They hold the failed endpoint open.  Closing it, too, takes time,
+            # and a new connection to the peer would get in its way.
+            self._release(agent, flight)
+            self._peers.disconnect(flight.peer)
+            self._settle(flight)
+        elif not flight.handles and (flight.error is not None or not flight.parts):
+            self._finish(flight)
 
     def _reap(self, agent: NativeAgent, flight: Flight) -> None:
         """Release the handles that have ended."""
@@ -395,7 +413,7 @@ class NixlBackend(Backend):
             peer.forgotten = True
             self._lose(peer, error)
         flight.error = flight.error or error
-        flight.settle_until = time.monotonic() + self._config.settle_ms / 1000
+        self._settle(flight)
 
     def _give_up(self, flight: Flight) -> None:
         """Keep a flight for ever: part of it was posted and nothing proves its end."""
@@ -409,12 +427,19 @@ class NixlBackend(Backend):
             flight.error,
         )
 
-    def _finish(self, agent: NativeAgent, flight: Flight) -> None:
+    def _settle(self, flight: Flight) -> None:
+        flight.settle_until = time.monotonic() + self._config.settle_ms / 1000
+
+    @staticmethod
+    def _release(agent: NativeAgent, flight: Flight) -> None:
+        """Release handles of which NIXL answers nothing any more."""
         for handle in flight.handles:
             with contextlib.suppress(Exception):
                 agent.releaseXferReq(handle)
+        flight.handles.clear()
+
+    def _finish(self, flight: Flight) -> None:
         del self._flights[flight.ticket]
         flight.peer.in_flight -= 1
         self._events.append(Completion(flight.ticket, flight.error))
         self._peers.load_pending(flight.peer)
-

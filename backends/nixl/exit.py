@@ -12,6 +12,8 @@ from typing import Protocol
 
 
 class Closable(Protocol):
+    """What can be closed at exit."""
+
     def close_at_exit(self) -> None: ...
 
 

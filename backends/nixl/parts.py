@@ -44,7 +44,7 @@ def rows(
     nbytes: NDArray[np.uint64],
     found: tuple[Placed, ...],
 ) -> Rows:
-    """n rows (address, bytes, device id); ``found`` are the regions that occur."""
+    """N rows (address, bytes, device id); ``found`` are the regions that occur."""
     table = np.empty((len(regions), 3), np.uint64)
     table[:, 1] = nbytes
     if len(found) == 1:
@@ -78,9 +78,7 @@ def common_unit(blocks: Blocks) -> int:
     if unit != first:
         vectors = (blocks.nbytes, blocks.local_offset, blocks.remote_offset)
         unit = math.gcd(*(int(np.gcd.reduce(vector)) for vector in vectors))
-    if unit < MIN_UNIT or (
-        unit != first and blocks.total_bytes // unit > _EXPANSION * len(blocks)
-    ):
+    if unit < MIN_UNIT or (unit != first and blocks.total_bytes // unit > _EXPANSION * len(blocks)):
         return 0
     return unit
 

@@ -39,8 +39,8 @@ class Peer:
     ``loaded`` is what NIXL holds of it: regions that the peer withdrew stay
     there until the peer is loaded afresh.  ``pending`` is a newer export that
     needs a fresh load and waits for the transfers in flight.  ``lost`` is why
-    the peer takes no transfers any more; ``forgotten`` says that NIXL dropped
-    the connection by itself and answers no questions about its transfers.
+    the peer takes no transfers any more; ``forgotten`` says that NIXL answers
+    no questions about its transfers; ``disconnected`` that NIXL was told.
     """
 
     body: Body
@@ -52,6 +52,7 @@ class Peer:
     pending: Body | None = None
     lost: KVTransportError | None = None
     forgotten: bool = False
+    disconnected: bool = False
 
     @property
     def name(self) -> str:
@@ -122,8 +123,8 @@ class Peers:
             )
         peer = known or self._by_name.get(body.agent)
         if peer is None or peer.lost is not None:
-            if peer is not None and not peer.forgotten:
-                self._forget(peer.name)
+            if peer is not None:
+                self.disconnect(peer)
             fresh = self._load_new(body)
             if peer is known and peer is not None:
                 fresh.ids, peer.ids = peer.ids, []
@@ -149,9 +150,15 @@ class Peers:
         peer.ids.remove(peer_id)
         if peer.lost is not None and self._by_name.get(peer.name) is peer and not peer.ids:
             del self._by_name[peer.name]
-            if not peer.forgotten and not peer.in_flight:
-                self._forget(peer.name)
+            if not peer.in_flight:
+                self.disconnect(peer)
         self._evict()
+
+    def disconnect(self, peer: Peer) -> None:
+        """Make NIXL forget a lost peer; it does not always do so by itself."""
+        if not peer.disconnected:
+            peer.disconnected = True
+            self._forget(peer.name)
 
     def clear_tables(self) -> None:
         for peer in self:
@@ -224,7 +231,9 @@ class Peers:
         ):
             loaded = self._agent.loadRemoteMD(metadata)
         if loaded != name.encode():
-            self._forget(loaded.decode(errors="replace"))
+            other = loaded.decode(errors="replace")
+            if other not in self._by_name:
+                self._forget(other)
             raise MalformedMetadataError(
                 f"the metadata of {name!r} describes another agent", backend=self._backend
             )

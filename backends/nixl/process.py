@@ -27,7 +27,7 @@ def loaded_libraries(stem: str, maps: Path = Path("/proc/self/maps")) -> list[st
     except OSError:
         return []
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") > 0}
-    return sorted(path for path in paths if pattern.match(os.path.basename(path)))
+    return sorted(path for path in paths if pattern.match(Path(path).name))
 
 
 def foreign_copies(stem: str, module: str) -> list[str]:
@@ -68,7 +68,7 @@ def patched_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def thread_ids() -> frozenset[str]:
     """The kernel's ids of this process's threads."""
-    return frozenset(os.listdir("/proc/self/task"))
+    return frozenset(path.name for path in Path("/proc/self/task").iterdir())
 
 
 def spins(thread_id: str, window_s: float = 0.03) -> bool:

@@ -77,6 +77,4 @@ class RegionBook:
         """Raise ``StaleDescriptorError`` unless all of ``found`` are still here."""
         for placed in found:
             if self._placed.get(placed.region_id) is not placed:
-                raise StaleDescriptorError(
-                    f"region {placed.region_id} is not registered any more"
-                )
+                raise StaleDescriptorError(f"region {placed.region_id} is not registered any more")

@@ -55,9 +55,7 @@ class Requests:
             self._backends,
         )
 
-    def _from_tables(
-        self, peer: Peer, op: Op, part: Part, notify: bytes, unit: int
-    ) -> int | None:
+    def _from_tables(self, peer: Peer, op: Op, part: Part, notify: bytes, unit: int) -> int | None:
         blocks = part.blocks
         here = self._local.tables.get(self._local.book, part.local[0].kind, unit)
         there = peer.tables.get(peer.book, part.remote[0].kind, unit)

@@ -115,6 +115,8 @@ class UcxBackend(NixlBackend):
     def environment(self, config: UcxConfig) -> Mapping[str, str]:
         chosen = {"UCX_TLS": config.transports, "UCX_NET_DEVICES": config.net_devices}
         variables = {name: value for name, value in chosen.items() if value}
+        if "UCX_LOG_FILE" not in os.environ:
+            variables["UCX_LOG_FILE"] = "stderr"  # its warnings go to stdout otherwise
         if self.machine.verbs_without_hardware() and "UCX_MODULES" not in os.environ:
             # UCX's InfiniBand module loads the verbs providers, and a process
             # that has them without a device ends with a segmentation fault.

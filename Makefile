@@ -17,24 +17,27 @@ ARGS ?=
 export KVTRANSPORT_CACHE ?= $(CURDIR)/.cache
 
 SETUP := $(PYTHON) tools/setup_venv.py
-NO_ENGINES := -m "not engines"
+# The environment's own programs first: redis-server is one of them.
+PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-engines test-oldest check format bench lock clean
+.PHONY: help setup demo test test-fast test-engines test-oldest check format bench lock clean
 
 help:
 	@sed -n '/^# Every/,/^$$/s/^# \{0,1\}//p' Makefile
 
+setup: .venv/.ready
+
 demo: .venv/.ready
-	.venv/bin/python examples/demo --backend $(BACKEND) $(ARGS)
+	.venv/bin/python examples/demo --backend $(BACKEND) --pip-args='$(PIP_ARGS)' $(ARGS)
 
 test: test-fast test-engines
 
 test-fast: .venv/.ready
-	.venv/bin/python -m pytest $(NO_ENGINES) $(ARGS)
+	$(PYTEST) -m "not engines" $(ARGS)
 
 test-engines: .venv/.ready .venv-vllm-router/.ready
-	.venv/bin/python -m pytest -m engines $(ARGS)
+	$(PYTEST) -m engines $(ARGS)
 
 # The oldest vLLM that we support, on the adapter's tests only.
 test-oldest: .venv-oldest/.ready
@@ -44,6 +47,7 @@ check: .venv-check/.ready
 	.venv-check/bin/ruff format --check .
 	.venv-check/bin/ruff check .
 	.venv-check/bin/mypy
+	MYPYPATH=src:examples/demo .venv-check/bin/mypy examples/demo/*.py tools/*.py
 	.venv-check/bin/python tools/sizes.py
 
 format: .venv-check/.ready

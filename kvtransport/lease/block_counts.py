@@ -35,8 +35,15 @@ class BlockCounts:
         try:
             self._counts[at]
         except IndexError:
-            self._grow(int(at.max()))
+            top = int(at.max())
+            if top > 0x7FFFFFFF:
+                raise ConfigError("block ids must not be negative") from None
+            self.reserve(top + 1 + top // 4)
         return at
+
+    def distinct_with(self, at: Positions) -> int:
+        """What ``distinct`` would be after ``add``."""
+        return self.distinct + at.size - int(np.count_nonzero(self._counts[at]))
 
     def add(self, at: Positions) -> None:
         """Count one more keeper of each block."""
@@ -52,9 +59,13 @@ class BlockCounts:
         self.distinct -= freed
         return freed
 
-    def _grow(self, top: int) -> None:
-        if top > 0x7FFFFFFF:
-            raise ConfigError("block ids must not be negative")
-        grown = np.zeros(top + 1 + top // 4, dtype=np.int32)
-        grown[: self._counts.size] = self._counts
-        self._counts = grown
+    @property
+    def capacity(self) -> int:
+        return self._counts.size
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ids below ``capacity``."""
+        if capacity > self._counts.size:
+            grown = np.zeros(capacity, dtype=np.int32)
+            grown[: self._counts.size] = self._counts
+            self._counts = grown

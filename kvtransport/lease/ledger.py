@@ -417,7 +417,7 @@ class Ledger:
         self._lease_ends.add(lease)
         holding.leases += 1
         if holding.leases == 1 and holding.purpose is Purpose.RETAINED:
-            self._retained.policy.pinned(holding)
+            self._retained.pin(holding)
         return lease
 
     def _grant(self, holding: Holding, lease: Lease, full: int, tail: int, now: float) -> Grant:
@@ -446,10 +446,10 @@ class Ledger:
         holding.leases -= 1
         if holding.leases:
             return
+        if holding.purpose is Purpose.RETAINED:
+            self._retained.unpin(holding, now)
         if holding.ending is not None:
             self._drop(holding, holding.ending, now)
-        elif holding.purpose is Purpose.RETAINED:
-            self._retained.policy.unpinned(holding, now)
 
     # -- endings -------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Retained:
         self.budget_blocks = policy.budget_blocks(cache_blocks)
         self.nbytes = 0
         self._counts = BlockCounts(cache_blocks, null_block)
+        self._pinned = BlockCounts(cache_blocks, null_block)
         self._number = 0
 
     def __len__(self) -> int:
@@ -40,10 +41,13 @@ class Retained:
         """Fit ``holding`` into the budget, giving up what the policy names.
 
         ``leaving`` are unleased holdings that go once this one is in; they make
-        room too.  When refused they stay, and so does whatever was given up.
+        room too, and stay when it is refused.  Nothing is given up for what
+        can't fit beside leased holdings; when the policy stops half-way, what
+        it gave up until then is gone.
         """
         counted = holding.counted = self._counts.positions(holding.block_ids)
-        if counted.size > self.budget_blocks:
+        self._pinned.reserve(self._counts.capacity)
+        if self._pinned.distinct_with(counted) > self.budget_blocks:
             return Refusal.OVER_BUDGET
         for old in leaving:
             self.forget(old)
@@ -52,7 +56,7 @@ class Retained:
         while self._counts.distinct > self.budget_blocks:
             victim = self.policy.victim(now, holding)
             if victim is None or victim is holding:
-                refusal = Refusal.OVER_BUDGET if victim is None else Refusal.NOT_WORTH
+                refusal = Refusal.NOT_WORTH
                 self.forget(holding)
                 break
             give_up(victim)
@@ -75,6 +79,19 @@ class Retained:
         self._number += 1
         self.nbytes += holding.nbytes
         self.policy.added(holding, now)
+
+    def pin(self, holding: Holding) -> None:
+        """The first lease began."""
+        assert holding.counted is not None
+        self._pinned.add(holding.counted)
+        self.policy.pinned(holding)
+
+    def unpin(self, holding: Holding, now: float) -> None:
+        """The last lease ended; a holding that ends with it is not for the policy any more."""
+        assert holding.counted is not None
+        self._pinned.remove(holding.counted)
+        if holding.ending is None:
+            self.policy.unpinned(holding, now)
 
     def note_return(self, holding: Holding, now: float) -> None:
         """Somebody asked for all of it: the conversation came back."""

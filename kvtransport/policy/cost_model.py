@@ -98,7 +98,7 @@ class CostOptions(ThresholdOptions):
         return PullRates(
             fixed_s=self.pull_fixed_s,
             descriptor_s=self.pull_descriptor_s,
-            byte_s=1.0 / speed if speed else 0.0,
+            byte_s=1.0 / speed if speed else math.nan,
         )
 
     def compute_rates(self) -> ComputeRates:
@@ -134,9 +134,10 @@ class _Pulls:
             self._fitted_s, self._fitted_total = now, self.samples.total
         return self.rates
 
-    def observe(self, sample: Sample, now: float) -> None:
-        if self.rates is not None:
-            predicted = self.rates.seconds(descriptors=sample.first, nbytes=sample.second)
+    def observe(self, sample: Sample, now: float, rates: PullRates | None) -> None:
+        """Learn from a transfer; ``rates`` are those it was predicted with."""
+        if rates is not None:
+            predicted = rates.seconds(descriptors=sample.first, nbytes=sample.second)
             off = abs(math.log(max(predicted, 1e-9) / sample.seconds))
             self.error = off if math.isnan(self.error) else self.error + (off - self.error) / 16
         self.samples.add(sample)
@@ -285,8 +286,9 @@ class CostModel(RecomputePolicy):
                 pulls.first_contact_s = seconds
             return
         sample = Sample(float(max(1, descriptors)), float(nbytes), seconds)
-        known.observe(sample, now)
-        self._all.observe(sample, now)
+        rates = known.rates or self._all.rates
+        known.observe(sample, now, rates)
+        self._all.observe(sample, now, rates)
         self._save_when_due(now)
 
     def observe_step(
@@ -361,7 +363,9 @@ class CostModel(RecomputePolicy):
         # Only what is there: a fit would race with the scheduler's thread.
         now = self._clock()
         compute = self._compute or (self._given_compute if self._given_compute.usable else None)
-        pull = self._all.rates or (self._given_pull if self._given_pull.usable else None)
+        fitted = [pulls.rates for pulls in [self._all, *reversed(list(self._peers.values()))]]
+        given = self._given_pull if self._given_pull.usable else None
+        pull = next((rates for rates in fitted if rates), given)
         return {
             "policy": "cost_model",
             "break_even_tokens": self._break_even(pull, compute),

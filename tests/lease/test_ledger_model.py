@@ -48,6 +48,8 @@ def chain(tenant: str, tokens: tuple[int, ...]) -> DigestChain:
 
 class LedgerMachine(RuleBasedStateMachine):
     policy = "ttl"
+    strict = True
+    """Whether the policy takes everything that can be made to fit."""
     config: ClassVar[dict[str, object]] = {"decoder_kv_blocks_ttl": 5.0, "budget_fraction": 0.5}
 
     @initialize()
@@ -79,6 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.model.prefixes(tenant, tokens)
         self.model.expire()
         before = [kept for kept in before if kept in self.model.kept and kept.ending is None]
+        retained = self.model.retained_blocks()
         holding = self.ledger.insert(
             chain(tenant, tokens),
             rows(blocks),
@@ -89,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         self.follow_victims()
         if holding is None:
-            self.check_refusal(tokens, blocks, before)
+            self.check_refusal(tokens, blocks, retained)
             return
         for kept in before:
             self.model.end(kept, DropReason.SUPERSEDED)
@@ -105,16 +108,19 @@ class LedgerMachine(RuleBasedStateMachine):
             )
         )
 
-    def check_refusal(self, tokens: tuple[int, ...], blocks: list[int], before: list[Kept]) -> None:
-        leaving = {id(kept) for kept in before if not kept.leases}
-        pinned = {
-            block
-            for kept in self.model.kept
-            if kept.retained and id(kept) not in leaving
-            for block in kept.blocks
+    def check_refusal(self, tokens: tuple[int, ...], blocks: list[int], retained: set[int]) -> None:
+        """Only what is too short, or can't fit beside leased holdings, is refused by this policy.
+
+        Nothing may have been given up for it.
+        """
+        leased = {
+            b for kept in self.model.kept if kept.retained and kept.leases for b in kept.blocks
         }
+        if not self.strict:
+            return
         short = len(tokens) < GROUP
-        assert short or len(pinned | set(blocks)) > self.model.budget, "refused without need"
+        assert short or len(leased | set(blocks)) > self.model.budget, "refused without need"
+        assert self.model.retained_blocks() == retained, "given up for what was refused"
 
     @rule(letters=pieces, cut=cuts, tenant=tenants, request=requests)
     def hand_off(self, letters: list[str], cut: int, tenant: str, request: str) -> None:
@@ -341,8 +347,20 @@ class LedgerMachine(RuleBasedStateMachine):
 
 class BudgetedMachine(LedgerMachine):
     policy = "budgeted"
+    strict = False
+
+
+class QuotaMachine(BudgetedMachine):
+    config: ClassVar[dict[str, object]] = {
+        **LedgerMachine.config,
+        "tenant_quotas": {"a": 0.4},
+        "soft_hold_s": 2.0,
+    }
 
 
 TestTtl = LedgerMachine.TestCase
 TestBudgeted = BudgetedMachine.TestCase
-TestTtl.settings = TestBudgeted.settings = settings(max_examples=150, stateful_step_count=40)
+TestQuotas = QuotaMachine.TestCase
+TestTtl.settings = TestBudgeted.settings = TestQuotas.settings = settings(
+    max_examples=150, stateful_step_count=40
+)

@@ -286,7 +286,9 @@ def test_block_counts_grow_and_refuse_negative_ids() -> None:
     import numpy as np
 
     counts = BlockCounts(4, null_block=0)
-    first = counts.positions((np.array([0, 1, 2], dtype=np.int32), np.array([0, 3], dtype=np.int32)))
+    first = counts.positions(
+        (np.array([0, 1, 2], dtype=np.int32), np.array([0, 3], dtype=np.int32))
+    )
     counts.add(first)
     assert counts.distinct == 3
     far = counts.positions((np.array([3, 1000], dtype=np.int32),))

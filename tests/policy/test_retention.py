@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import math
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransport.errors import ConfigError, UnknownOptionError
+from kvtransport.lease.digest import DigestChain, chain_seed
+from kvtransport.lease.holding import Dropped, DropReason, Holding, Purpose
+from kvtransport.lease.ledger import Ledger, LedgerSettings
+from kvtransport.policy import options
+from kvtransport.policy.retention import RetentionPolicy, load_retention
+from kvtransport.policy.returns import ReturnModel
+
+BLOCK = 16
+SEED = chain_seed(b"retention")
+
+
+class Cache:
+    """A ledger with a clock, and blocks that are never used twice."""
+
+    def __init__(self, policy: str, blocks: int = 100, **config: object) -> None:
+        self.now = 0.0
+        self.policy: RetentionPolicy = load_retention(policy, {"budget_fraction": 1.0, **config})
+        settings = LedgerSettings(cache_blocks=blocks, block_tokens=(BLOCK,))
+        self.ledger = Ledger(self.policy, settings, clock=lambda: self.now)
+        self._block = 0
+        self._token = 0
+
+    def tokens(self, blocks: int) -> list[int]:
+        """Tokens that nobody else has."""
+        self._token += 1
+        return [self._token] * (blocks * BLOCK)
+
+    def retain(
+        self, tokens: list[int], *, tenant: str = "", saved_s: float = 0.0, nbytes: int = 0
+    ) -> Holding | None:
+        blocks = -(-len(tokens) // BLOCK)
+        self._block += blocks
+        return self.ledger.insert(
+            DigestChain.of(tokens, SEED),
+            [np.arange(self._block - blocks, self._block, dtype=np.int32)],
+            request_id="",
+            purpose=Purpose.RETAINED,
+            nbytes=nbytes or blocks * 1000,
+            tenant=tenant,
+            saved_s=saved_s,
+        )
+
+    def read(self, tokens: list[int]) -> int:
+        chain = DigestChain.of(tokens, SEED)
+        grant = self.ledger.lookup(chain.digests, len(tokens), duration_s=10, reader="r")
+        assert grant is not None
+        return grant.lease_id
+
+    def dropped(self) -> list[Dropped]:
+        return self.ledger.collect()
+
+
+def ids(dropped: list[Dropped]) -> list[int]:
+    return [item.holding.holding_id for item in dropped]
+
+
+# -- off and ttl
+
+
+def test_off_keeps_nothing_but_handoffs() -> None:
+    cache = Cache("off")
+    assert cache.retain(cache.tokens(1)) is None
+    assert cache.ledger.snapshot()["counters"]["refused.policy"] == 1
+
+
+def test_ttl_is_upstreams_default() -> None:
+    cache = Cache("ttl")
+    cache.retain(cache.tokens(1))
+    cache.now = 479.999
+    assert cache.dropped() == []
+    cache.now = 480.0
+    assert [item.reason for item in cache.dropped()] == [DropReason.EXPIRED]
+
+
+def test_ttl_gives_up_the_least_recently_used() -> None:
+    cache = Cache("ttl", blocks=3)
+    texts = [cache.tokens(1) for _ in range(4)]
+    held = [cache.retain(text) for text in texts[:3]]
+    cache.ledger.release(cache.read(texts[0]), delivered=True)
+    cache.retain(texts[3])
+    assert ids(cache.dropped()) == [held[1].holding_id]
+
+
+@pytest.mark.parametrize("policy", ["ttl", "budgeted"])
+def test_budget_is_the_smaller_of_fraction_and_blocks(policy: str) -> None:
+    for config, budget in (
+        ({"budget_fraction": 0.25}, 25),
+        ({"budget_fraction": 0.25, "budget_blocks": 10}, 10),
+        ({"budget_fraction": 0.25, "budget_blocks": 50}, 25),
+        ({"budget_fraction": 0.0}, 0),
+    ):
+        assert Cache(policy, 100, **config).ledger.snapshot()["budget_blocks"] == budget
+
+
+@pytest.mark.parametrize("policy", ["ttl", "budgeted"])
+def test_larger_than_the_budget_is_refused_and_pushes_nothing_out(policy: str) -> None:
+    cache = Cache(policy, blocks=4)
+    cache.retain(cache.tokens(2))
+    assert cache.retain(cache.tokens(5)) is None
+    assert cache.dropped() == []
+
+
+@pytest.mark.parametrize("policy", ["ttl", "budgeted"])
+def test_leased_holdings_are_no_victims(policy: str) -> None:
+    cache = Cache(policy, blocks=2)
+    texts = [cache.tokens(1) for _ in range(3)]
+    cache.retain(texts[0])
+    kept = cache.retain(texts[1])
+    cache.read(texts[0])
+    assert cache.ledger.make_room(10) == 1
+    assert ids(cache.dropped()) == [kept.holding_id]
+    assert cache.retain(texts[2]) is not None
+    assert cache.retain(cache.tokens(2)) is None
+    assert cache.ledger.snapshot()["counters"]["refused.over_budget"] == 1
+
+
+@pytest.mark.parametrize("policy", ["ttl", "budgeted"])
+def test_shared_blocks_count_once(policy: str) -> None:
+    cache = Cache(policy, blocks=4)
+    common = np.arange(3, dtype=np.int32)
+    for at in range(2):
+        chain = DigestChain.of([0] * 48 + [at + 1] * 16, SEED)
+        rows = [np.append(common, np.int32(3 + at))]
+        held = cache.ledger.insert(chain, rows, request_id="", purpose=Purpose.RETAINED, nbytes=4)
+        assert (held is None) == (at == 1 and policy == "none")
+    shown = cache.ledger.snapshot()
+    assert shown["retained_blocks"] == 4
+    assert shown["retained"] == 1, "five distinct blocks do not fit into four"
+
+
+# -- value
+
+
+def test_less_saving_per_byte_goes_first() -> None:
+    cache = Cache("budgeted", blocks=100)
+    long, short, plain = (cache.tokens(2) for _ in range(3))
+    dear = cache.retain(long, saved_s=10.0)
+    cheap = cache.retain(short, saved_s=0.1)
+    bulky = cache.retain(plain, saved_s=10.0, nbytes=2_000_000)
+    order = []
+    for _ in range(3):
+        cache.ledger.make_room(1)
+        order += ids(cache.dropped())
+    assert order == [bulky.holding_id, cheap.holding_id, dear.holding_id]
+
+
+def test_who_stayed_away_longest_goes_first() -> None:
+    cache = Cache("budgeted")
+    held = []
+    for _ in range(3):
+        held.append(cache.retain(cache.tokens(1)).holding_id)
+        cache.now += 30.0
+    order = []
+    for _ in range(3):
+        cache.ledger.make_room(1)
+        order += ids(cache.dropped())
+    assert order == held
+
+
+def test_a_newcomer_worth_less_than_all_others_is_refused() -> None:
+    cache = Cache("budgeted", blocks=4)
+    cache.retain(cache.tokens(2), saved_s=10.0)
+    cache.retain(cache.tokens(2), saved_s=10.0)
+    assert cache.retain(cache.tokens(2), saved_s=0.01) is None
+    assert cache.ledger.snapshot()["counters"]["refused.not_worth"] == 1
+    assert cache.dropped() == []
+    assert cache.retain(cache.tokens(2), saved_s=10.0) is not None
+
+
+def test_conversations_that_returned_are_kept_longer() -> None:
+    """Taught that second turns come back and first ones don't."""
+    cache = Cache("budgeted")
+    for _ in range(100):
+        cache.policy.returns.lapsed(0, 400.0)
+        cache.policy.returns.returned(1, 20.0)
+    old = cache.tokens(2)
+    cache.retain(old)
+    turn_2 = cache.retain([*old, *([9] * 32)])
+    cache.dropped()
+    cache.now += 60.0
+    turn_1 = cache.retain(cache.tokens(4))
+    cache.ledger.make_room(1)
+    assert ids(cache.dropped()) == [turn_1.holding_id], "although it is newer"
+    assert turn_2.turns == 1
+
+
+def test_returns_are_learned_from_lookups_and_supersession() -> None:
+    cache = Cache("budgeted")
+    text = cache.tokens(2)
+    cache.retain(text)
+    cache.now = 30.0
+    lease = cache.read(text)
+    cache.ledger.release(lease, delivered=True)
+    cache.retain([*text, *([9] * 16)])
+    cache.now = 40.0
+    cache.retain([*text, *([9] * 32)])
+    cache.now = 1000.0
+    cache.ledger.expire()
+    shown = cache.ledger.snapshot()["retention"]["returns"]
+    assert shown["first_turn"]["observations"] == 1
+    assert shown["first_turn"]["median_think_s"] == pytest.approx(32.0)
+    assert shown["second_turn"]["observations"] == 1
+    assert shown["later_turns"]["observations"] == 1
+    assert shown["later_turns"]["median_think_s"] is None
+
+
+# -- soft hold
+
+
+def test_soft_hold_until_the_next_turn_was_admitted() -> None:
+    cache = Cache("budgeted", blocks=100)
+    text = cache.tokens(2)
+    read = cache.retain(text)
+    other = cache.retain(cache.tokens(2))
+    cache.ledger.release(cache.read(text), delivered=True)
+    cache.ledger.make_room(1)
+    assert ids(cache.dropped()) == [other.holding_id], "although it was used later"
+    newer = cache.retain(cache.tokens(2))
+    cache.ledger.note_admitted(DigestChain.of([*text, *([9] * 40)], SEED).digests)
+    cache.now += 1.0
+    cache.policy.returns.returned(0, 1.0)
+    for _ in range(200):
+        cache.policy.returns.lapsed(1, 400.0)
+    cache.ledger.make_room(1)
+    assert ids(cache.dropped()) == [read.holding_id]
+    assert newer is not None
+
+
+def test_soft_hold_ends_by_itself_and_yields_to_live_requests() -> None:
+    cache = Cache("budgeted", blocks=2, soft_hold_s=30.0)
+    text = cache.tokens(2)
+    held = cache.retain(text)
+    cache.ledger.release(cache.read(text), delivered=True)
+    assert cache.retain(cache.tokens(2)) is None, "no other conversation pushes it out"
+    cache.now = 30.0
+    assert cache.retain(cache.tokens(2), saved_s=100.0) is not None
+    assert ids(cache.dropped()) == [held.holding_id]
+
+    again = cache.tokens(2)
+    cache.ledger.make_room(2)
+    held = cache.retain(again)
+    cache.ledger.release(cache.read(again), delivered=True)
+    assert cache.ledger.make_room(2) == 2, "a live request comes first"
+
+
+# -- tenants
+
+
+QUOTAS = {"a": 0.5, "b": 0.25}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(1, 6), st.floats(0.01, 10)), max_size=60
+    )
+)
+def test_nobody_pushes_out_anothers_share(inserts: list[tuple[str, int, float]]) -> None:
+    cache = Cache("budgeted", blocks=16, tenant_quotas=QUOTAS)
+    used = dict.fromkeys("abcd", 0)
+    for tenant, blocks, saved_s in inserts:
+        held = cache.retain(cache.tokens(blocks), tenant=tenant, saved_s=saved_s)
+        if held is not None:
+            used[tenant] += blocks
+        for item in cache.dropped():
+            victim, size = item.holding.tenant, item.holding.blocks
+            share = 16 * QUOTAS.get(victim, 0.25)
+            pool = used[victim] if victim in QUOTAS else used["c"] + used["d"]
+            same = victim == tenant or not ({victim, tenant} & set(QUOTAS))
+            assert same or pool > share, f"{tenant} pushed out {victim}, who was within its share"
+            used[victim] -= size
+        assert sum(used.values()) <= 16
+        cache.now += 1.0
+
+
+def test_a_share_that_others_leave_may_be_used_and_is_given_back() -> None:
+    cache = Cache("budgeted", blocks=8, tenant_quotas={"a": 0.5, "b": 0.5})
+    for _ in range(8):
+        assert cache.retain(cache.tokens(1), tenant="a") is not None
+    for _ in range(6):
+        cache.retain(cache.tokens(1), tenant="b")
+    dropped = [item.holding.tenant for item in cache.dropped()]
+    assert dropped == ["a"] * 4 + ["b"] * 2
+    shown = cache.ledger.snapshot()["retention"]["tenants"]
+    assert shown == {"=a": {"blocks": 4, "share": 0.5}, "=b": {"blocks": 4, "share": 0.5}}
+
+
+def test_every_unlisted_tenant_can_have_a_share_of_its_own() -> None:
+    cache = Cache("budgeted", blocks=8, default_tenant_quota=0.25)
+    for tenant in "aaaaaaaabbcc":
+        cache.retain(cache.tokens(1), tenant=tenant)
+    assert {item.holding.tenant for item in cache.dropped()} == {"a"}
+
+
+def test_pressure_takes_from_whoever_is_furthest_over_its_share() -> None:
+    cache = Cache("budgeted", blocks=100, tenant_quotas={"a": 0.5, "b": 0.1})
+    for tenant in "aaaabb":
+        cache.retain(cache.tokens(1), tenant=tenant, saved_s=100.0 if tenant == "b" else 0.1)
+    taken = []
+    for _ in range(6):
+        cache.ledger.make_room(1)
+        taken += [item.holding.tenant for item in cache.dropped()]
+    assert taken == ["b", "b", "a", "a", "a", "a"] or taken[0] == "b"
+    assert cache.ledger.snapshot()["retained"] == 0
+
+
+def test_thousands_of_tenants_leave_nothing_behind() -> None:
+    cache = Cache("budgeted", blocks=100, default_tenant_quota=0.01)
+    for at in range(5000):
+        cache.retain(cache.tokens(1), tenant=f"tenant {at}")
+        cache.dropped()
+    assert len(cache.policy._pools) <= 100
+    assert len(cache.policy._loads) <= 1000
+    cache.ledger.reset()
+    assert len(cache.policy._pools) == 0
+
+
+# -- think times
+
+
+def test_chance_falls_with_age_and_grows_with_time_left() -> None:
+    model = ReturnModel()
+    for think in (5, 8, 13, 20, 33, 70, 150):
+        model.returned(0, think)
+    for _ in range(7):
+        model.lapsed(0, 480.0)
+    ages = [0, 1, 10, 30, 60, 120, 240, 479]
+    chances = [model.chance(0, age, 480.0 - age) for age in ages]
+    assert chances == sorted(chances, reverse=True)
+    assert model.chance(0, 10, 20) < model.chance(0, 10, 200)
+    assert 0.4 < chances[0] < 0.65, "seven of fourteen came back"
+
+
+def test_giving_up_early_does_not_look_like_staying_away() -> None:
+    """Censoring: half return at 60 s, but most holdings are dropped at 10 s."""
+    random = np.random.default_rng(3)
+    model = ReturnModel()
+    for at in range(2000):
+        returns = random.random() < 0.5
+        if at % 4:
+            model.lapsed(0, 10.0)
+        elif returns:
+            model.returned(0, 60.0)
+        else:
+            model.lapsed(0, 480.0)
+    assert model.chance(0, 0.0, 480.0) == pytest.approx(0.5, abs=0.07)
+
+
+def test_new_habits_replace_old_ones() -> None:
+    model = ReturnModel()
+    for _ in range(5000):
+        model.lapsed(0, 480.0)
+    assert model.chance(0, 0.0, 480.0) < 0.05
+    for _ in range(12_000):
+        model.returned(0, 20.0)
+    assert model.chance(0, 0.0, 480.0) > 0.8
+
+
+def test_classes_are_apart() -> None:
+    model = ReturnModel()
+    for _ in range(50):
+        model.lapsed(0, 480.0)
+        model.returned(7, 20.0)
+    assert model.chance(0, 0.0, 480.0) < 0.15
+    assert model.chance(2, 0.0, 480.0) > 0.8
+
+
+@given(st.integers(0, 5), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_chance_is_a_probability(turns: int, age_s: float, left_s: float) -> None:
+    model = ReturnModel()
+    model.returned(turns, age_s)
+    model.lapsed(turns, left_s)
+    assert 0.0 <= model.chance(turns, age_s, left_s) <= 1.0
+
+
+@pytest.mark.parametrize("age_s", [0.0, -1.0, math.nan, 1e300])
+def test_strange_ages_are_harmless(age_s: float) -> None:
+    model = ReturnModel()
+    model.returned(0, age_s)
+    assert 0.0 <= model.chance(0, age_s, 10.0) <= 1.0
+
+
+# -- configuration
+
+
+@pytest.mark.parametrize("name", ["off", "ttl", "budgeted"])
+def test_policies_by_name(name: str) -> None:
+    policy = load_retention(name, {"decoder_kv_blocks_ttl": 10, "budget_fraction": 0.1})
+    assert isinstance(policy, RetentionPolicy)
+    assert policy.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "error", "named"),
+    [
+        ("budget", {}, ConfigError, "did you mean 'budgeted'"),
+        ("ttl", {"decoder_kv_block_ttl": 1}, UnknownOptionError, "decoder_kv_blocks_ttl"),
+        ("off", {"budgetfraction": 1}, UnknownOptionError, "budget_fraction"),
+        ("ttl", {"budget_fraction": 1.5}, ConfigError, "budget_fraction"),
+        ("ttl", {"budget_fraction": math.nan}, ConfigError, "budget_fraction"),
+        ("ttl", {"budget_blocks": -1}, ConfigError, "budget_blocks"),
+        ("ttl", {"budget_blocks": "many"}, ConfigError, "budget_blocks"),
+        ("ttl", {"decoder_kv_blocks_ttl": -1}, ConfigError, "decoder_kv_blocks_ttl"),
+        ("budgeted", {"tenant_quotas": {"a": 0.7, "b": 0.7}}, ConfigError, "tenant_quotas"),
+        ("budgeted", {"tenant_quotas": {"a": 0}}, ConfigError, "tenant_quotas"),
+        ("budgeted", {"soft_hold_s": -1}, ConfigError, "soft_hold_s"),
+    ],
+)
+def test_bad_configuration_is_named(
+    name: str, config: dict[str, object], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        load_retention(name, config)
+
+
+def test_third_party_policy_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("newest", "support.third_party:NewestFirst", "kvtransport.retention")
+    monkeypatch.setattr(options, "entry_points", lambda group: [point])
+    cache = Cache("newest", blocks=2)
+    kept = [cache.retain(cache.tokens(1)) for _ in range(2)]
+    cache.ledger.make_room(1)
+    assert ids(cache.dropped()) == [kept[1].holding_id]

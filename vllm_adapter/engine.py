@@ -77,7 +77,9 @@ class Engine:
             ),
         )
         self.held = HeldBlocks(self.ledger)
-        self.recompute = load_recompute(config.recompute, recompute_options(config))
+        self.recompute = load_recompute(
+            config.recompute, recompute_options(config, agent_fingerprint(self.identity).hex())
+        )
         self.steps = StepClock(self.recompute)
         self.control = ControlPlane(
             control_settings(config, vllm_config.parallel_config.data_parallel_index),
@@ -121,6 +123,7 @@ class Engine:
             purpose=Purpose.HANDOFF if handoff else Purpose.RETAINED,
             tenant=request.cache_salt or "",
             nbytes=sum(map(len, ids)) * self.block_nbytes,
+            saved_s=self.recompute.compute_seconds(tokens),
         )
         if holding is None:
             return False
@@ -243,11 +246,18 @@ def retention_options(config: AdapterConfig) -> dict[str, Any]:
     return {"decoder_kv_blocks_ttl": config.decoder_kv_blocks_ttl, **config.retention_config}
 
 
-def recompute_options(config: AdapterConfig) -> dict[str, Any]:
-    """The recompute policy's own settings; upstream's key is their threshold."""
-    if config.recompute in ("always_pull", "never_pull"):
-        return dict(config.recompute_config)
-    return {"kv_recompute_threshold": config.kv_recompute_threshold, **config.recompute_config}
+def recompute_options(config: AdapterConfig, identity: str) -> dict[str, Any]:
+    """The recompute policy's own settings; upstream's key is their threshold.
+
+    ``identity`` keeps what was learned with one model from another.
+    """
+    own = dict(config.recompute_config)
+    threshold = {"kv_recompute_threshold": config.kv_recompute_threshold}
+    if config.recompute == "threshold":
+        return threshold | own
+    if config.recompute == "cost_model":
+        return threshold | {"state_identity": identity} | own
+    return own
 
 
 def control_settings(config: AdapterConfig, data_parallel_index: int) -> ControlSettings:

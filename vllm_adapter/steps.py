@@ -30,6 +30,7 @@ class Step:
     began_s: float
     tokens: int
     context_tokens: int
+    attention_pairs: float
     prefill: bool
 
 
@@ -47,14 +48,16 @@ class StepClock:
         """A step was planned; ``num_computed_tokens`` are still those before it."""
         scheduled = output.num_scheduled_tokens
         self.requests = len(scheduled)
-        context, prefill = 0, False
+        context, pairs, prefill = 0, 0.0, False
         for request_id, count in scheduled.items():
             request = live.get(request_id)
             if request is not None:
-                context += request.num_computed_tokens
+                computed = request.num_computed_tokens
+                context += computed
+                pairs += count * (computed + count / 2)
                 prefill = prefill or count > 1
         self._in_flight.append(
-            Step(time.monotonic(), output.total_num_scheduled_tokens, context, prefill)
+            Step(time.monotonic(), output.total_num_scheduled_tokens, context, pairs, prefill)
         )
 
     def ended(self) -> None:
@@ -68,7 +71,10 @@ class StepClock:
         # Steps of single tokens say nothing about the cost of a prompt.
         if step.prefill and step.tokens:
             self._policy.observe_step(
-                tokens=step.tokens, context_tokens=step.context_tokens, seconds=seconds
+                tokens=step.tokens,
+                context_tokens=step.context_tokens,
+                seconds=seconds,
+                attention_pairs=step.attention_pairs,
             )
 
 

@@ -197,6 +197,32 @@ def test_failure_waits_for_siblings(make_duo):
     assert raised.value.transfer_id == transfer.transfer_id
 
 
+def test_the_first_failure_is_the_cause(make_duo):
+    duo = make_duo(max_descriptors=1)
+    duo.a.backend.held = True
+    transfer = duo.a.agent.read(duo.peer, ranges(duo, (0, 100), (0, 200), 10))
+    one, two = duo.a.backend.open_posts
+    duo.a.backend.finish(two, TransferFailedError("first"))
+    duo.a.backend.finish(one, TransferFailedError("second"))
+    with pytest.raises(TransferFailedError, match="first"):
+        transfer.wait(1)
+
+
+@pytest.mark.parametrize("error", [BackpressureError("full"), PeerLostError("gone")])
+def test_a_refused_post_leaves_nothing(duo, error):
+    def post(*_):
+        raise error
+
+    duo.a.backend.post = post
+    with pytest.raises(type(error)):
+        duo.a.agent.read(duo.peer, ranges(duo))
+    assert not duo.a.region.busy
+    assert duo.a.agent.stats().in_flight == 0
+    assert duo.a.agent.poll() == []
+    del duo.a.backend.post
+    duo.a.agent.read(duo.peer, ranges(duo)).wait(1)
+
+
 def test_completions_nobody_waits_for_are_counted_not_delivered(duo):
     transfer = duo.a.agent.read(duo.peer, ranges(duo))
     transfer.wait(1)

@@ -10,6 +10,7 @@ import pytest
 from support.loopback import CAPABILITIES, Loopback, LoopbackConfig
 
 from kvtransport.agent import Agent
+from kvtransport.backend import Op
 from kvtransport.errors import (
     BackpressureError,
     ConfigError,
@@ -21,10 +22,12 @@ from kvtransport.errors import (
     UnsupportedError,
 )
 from kvtransport.layers.checksum import ChecksumLayer
+from kvtransport.layers.emulate_read import EmulateReadLayer
 from kvtransport.layers.fault import FaultLayer, FaultPlan
 from kvtransport.layers.staging import StagingLayer
 from kvtransport.layers.staging_plan import StagingPlan
-from kvtransport.layout.blocks import Pair
+from kvtransport.layout.blocks import BlockTable, Pair
+from kvtransport.plan import EMPTY
 from kvtransport.transfer import TransferState
 
 SIZE = 1 << 14
@@ -316,3 +319,86 @@ class TestStaging:
             good = {"kinds": frozenset({"a"}), "to_device": print, "to_host": print}
             with pytest.raises(ConfigError):
                 StagingPlan(**{**good, **values})
+
+
+class TestEmulatedRead:
+    @pytest.fixture
+    def two(self):
+        config = LoopbackConfig(replace(CAPABILITIES, ops=frozenset({"write"})))
+        agents, memories = [], []
+        for name in ("here", "there"):
+            agent = Agent(EmulateReadLayer(Loopback()), name=name, config=config)
+            memory = np.random.default_rng(len(name)).integers(0, 255, SIZE, dtype=np.uint8)
+            agent.register(memory, name="kv", access="rw" if name == "here" else "r")
+            agents.append(agent)
+            memories.append(memory)
+        here, there = agents
+        peer = here.add_peer(there.metadata())
+        there.add_peer(here.metadata())
+        yield here, there, peer, memories
+        for agent in agents:
+            agent.close(drain_s=1)
+
+    def read(self, two, notify=None):
+        here, there, peer, _ = two
+        rng = np.random.default_rng(0)
+        index = rng.permutation(64)
+        mine = BlockTable(here.regions[0], 0, 256, 256, 64)
+        theirs = BlockTable(peer.region("kv"), 0, 256, 256, 64)
+        transfer = here.read(peer, [Pair.blocks(mine, theirs, index, index[::-1])], notify=notify)
+        until = time.monotonic() + 10
+        while not transfer.done:
+            assert time.monotonic() < until
+            there.poll()
+            here.poll()
+        return transfer, index
+
+    def test_reads_many_blocks_in_several_requests(self, two):
+        transfer, index = self.read(two, notify=b"thanks")
+        transfer.wait(0)
+        mine, theirs = (memory.reshape(64, 256) for memory in two[3])
+        assert np.array_equal(mine[index], theirs[index[::-1]])
+        assert [e.payload for e in two[1].notifications()] == [b"thanks"]
+
+    def test_the_owner_refuses_what_it_does_not_have(self, two):
+        _, there, _, memories = two
+        before = memories[0].copy()
+        there.deregister(there.regions[0])
+        transfer, _ = self.read(two)
+        with pytest.raises(TransferFailedError, match="not readable"):
+            transfer.wait(0)
+        assert np.array_equal(memories[0], before)
+
+    def test_the_owner_checks_bounds_itself(self, two):
+        here, there, peer, _ = two
+        layer = here._backend
+        plan = here.prepare(Op.READ, peer, [
+            Pair.ranges(here.regions[0], [0], peer.region("kv"), [SIZE - 10], 10)
+        ])  # fmt: skip
+        (part,) = plan.parts
+        for field, value in (("remote_offset", SIZE - 9), ("remote_offset", (1 << 64) - 8),
+                             ("nbytes", 1 << 40), ("nbytes", 0)):  # fmt: skip
+            bad = replace(part, **{field: np.array([value], np.uint64)})
+            layer.post(1 << 40, Op.READ, peer.peer_id, bad, None)
+            there.poll()
+            (event,) = layer.poll()
+            assert isinstance(event.error, TransferFailedError)
+        assert there._backend.refused == 4
+
+    def test_garbage_messages_are_counted(self, two):
+        here, there, peer, _ = two
+        for payload in (b"", b"\x01", b"\x01\xff", b"\x02\x92\x01\xa0", b"\x09"):
+            here._backend.inner.post(1 << 61, Op.WRITE, peer.peer_id, EMPTY, payload)
+        there.poll()
+        assert there._backend.refused >= 3
+        assert there.notifications() == []
+
+    def test_user_messages_pass(self, two):
+        here, there, peer, _ = two
+        here.notify(peer, b"\x01looks like a request").wait(1)
+        assert [e.payload for e in there.notifications()] == [b"\x01looks like a request"]
+
+    def test_needs_ordered_notifications(self):
+        config = LoopbackConfig(replace(CAPABILITIES, notify_after_data=False))
+        with pytest.raises(ConfigError):
+            Agent(EmulateReadLayer(Loopback()), name="x", config=config)

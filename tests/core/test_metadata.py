@@ -217,6 +217,15 @@ class TestIncarnations:
         assert peer.peer_id != duo.peer.peer_id
 
 
+def test_a_region_with_another_generation_is_another_region(duo):
+    from dataclasses import replace
+
+    newer = replace(duo.remote, generation=2)
+    duo.peer.update([newer], 99, b"")
+    assert duo.peer.knows(newer)
+    assert not duo.peer.knows(duo.remote)
+
+
 def test_unknown_region_names_the_nearest(duo):
     from kvtransport.errors import DescriptorError
 

@@ -194,6 +194,7 @@ def test_failing_backend_leaves_nothing(make):
     backend.register = register
     with pytest.raises(RegistrationError, match="pinning"):
         agent.register(bytearray(8), name="kv")
+    assert agent.regions == ()
     del backend.register
     assert agent.register(bytearray(8), name="kv").generation == 1
 

@@ -45,6 +45,8 @@ class Settings:
     soak_s: float = 60.0
     rounds: int = 10_000
     max_bytes: int = 64 << 20
+    watch_s: float = 1.0
+    """How long memory that must stay untouched is watched; some checks take twice that."""
 
 
 class Context:

@@ -50,6 +50,8 @@ class Tap(Layer):
         self.completions: Counter[int] = Counter()
         self.posted: dict[int, int] = {}
         """Bytes by ticket."""
+        self.attempts = 0
+        """Posts that reached the backend, refused ones included."""
         self.moved = 0
         self.regions: set[int] = set()
         self.peers_down: list[int] = []
@@ -96,6 +98,7 @@ class Tap(Layer):
     def post(
         self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
     ) -> None:
+        self.attempts += 1
         started = time.monotonic()
         with self._call():
             self.inner.post(ticket, op, peer_id, blocks, notify)

@@ -50,7 +50,7 @@ def silence_after_terminal(ctx: Context) -> None:
             ctx.a.cancel(number)
             state = ended_state(ctx, number, BOUND_S)
             if state in {"cancelled", "failed"}:
-                stays_as_filled(ctx, scene.ends(op)[2], f"after a {op} was {state}", 2.0)
+                stays_as_filled(ctx, scene.ends(op)[2], f"after a {op} was {state}", 2)
                 watched += 1
                 break
     ctx.detail["watched"] = watched

@@ -224,6 +224,7 @@ def silent_peer_bounded(ctx: Context) -> None:
         outcome = _contact(ctx, scene.piece(ctx.op, Ranges.whole(SIZE)), blob)
         took = time.monotonic() - started
         ctx.detail.update(outcome=outcome, seconds=round(took, 2))
+        ctx.expect(outcome not in {"in_flight", "draining"}, f"contact with a mute peer: {outcome}")
         ctx.expect(took < 2 * HANDSHAKE_BOUND_S, f"contact with a mute peer took {took:.1f} s")
     finally:
         mute.thaw()

@@ -88,7 +88,7 @@ def initiator_killed(ctx: Context) -> None:
     ctx.a.deregister(name, drain_s=5.0)
     ctx.detail["reclaimed_s"] = round(time.monotonic() - started, 2)
     ctx.a.fill(name, REUSED.wire())
-    ctx.pause(1.0)
+    ctx.pause(ctx.settings.watch_s)
     ctx.same(ctx.a, name, Expected(REUSED), "memory reclaimed from a dead initiator")
     other = ctx.scene(SIZE, one=ctx.local("second"), other=ctx.b)
     other.move(ctx.op, Ranges.whole(SIZE))
@@ -125,7 +125,7 @@ def target_frozen_then_thawed(ctx: Context) -> None:
         finally:
             frozen.thaw()
         ctx.detail[op] = state
-        ctx.pause(2.0)
+        ctx.pause(2 * ctx.settings.watch_s)
         if reusable:
             ctx.same(one, "dst", Expected(REUSED), "memory reused after the timeout")
         elif op == "write" and state in {"failed", "cancelled"}:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 REUSED = Pattern("const", 0xB7)
 """What the memory's next owner writes."""
 
-WATCH_S = 1.0
-
 
 def catch_in_flight(scene: Scene, op: str, size: int, parts: int = 16) -> int | None:
     """Post a large transfer of several descriptors; None when it ended at once."""
@@ -32,10 +30,10 @@ def catch_in_flight(scene: Scene, op: str, size: int, parts: int = 16) -> int | 
     return None
 
 
-def stays_as_filled(ctx: Context, sink: Side, when: str, seconds: float = WATCH_S) -> None:
+def stays_as_filled(ctx: Context, sink: Side, when: str, watches: int = 1) -> None:
     """Give the destination to a new owner at once; his bytes must survive."""
     sink.fill("dst", REUSED.wire())
-    ctx.pause(seconds)
+    ctx.pause(watches * ctx.settings.watch_s)
     wrong = sink.mismatch("dst", Expected(REUSED).wire())
     if wrong:
         raise CheckFailed(f"data landed {when}, in memory that was already reused: {wrong}")

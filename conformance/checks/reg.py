@@ -156,7 +156,7 @@ def deregister_in_flight(ctx: Context) -> None:
 def _silent_after(ctx: Context, sink: Side) -> None:
     """The destination does not change any more."""
     before = sink.digest("dst")
-    ctx.pause(0.5)
+    ctx.pause(ctx.settings.watch_s / 2)
     ctx.expect(sink.digest("dst") == before, "bytes landed after deregister had returned")
 
 

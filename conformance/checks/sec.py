@@ -34,7 +34,7 @@ def local_bounds(ctx: Context) -> None:
             ),
             f"local offset {low}, remote offset {far}, {size} bytes",
         )
-    ctx.expect(not ctx.a.station.tap.posted, "a refused transfer reached the backend")
+    ctx.expect(not ctx.a.station.tap.attempts, "a refused transfer reached the backend")
     scene.untouched(ctx.op)
 
 
@@ -149,7 +149,7 @@ def wrong_peer_refused(ctx: Context) -> None:
         forged(ctx, op, last, 0)
 
 
-@check("SEC-07", level="core", profiles=["KVT-BASE", "KVT-SECURE"])
+@check("SEC-07", level="core", profiles=["KVT-SECURE"], needs=["target_enforces"])
 def bind_default(ctx: Context) -> None:
     """Unless told otherwise, nothing listens on an address that other hosts can reach."""
     ctx.b.metadata()

@@ -1,0 +1,213 @@
+"""Saboteurs that say "done" at the wrong time, or for the wrong thing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvtransport.backend import Blocks, Completion, Event, Op
+from kvtransport.errors import BackpressureError, PeerLostError, TransferCancelledError
+
+from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
+
+MIB = 1 << 20
+Posted = tuple[int, Op, int, Blocks, bytes | None]
+
+
+class Swallows(BrokenBackend):
+    """Base: completions in ``swallowed`` never come, those in ``extra`` come as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swallowed: set[int] = set()
+        self.extra: list[Event] = []
+
+    def poll(self) -> Sequence[Event]:
+        found = [
+            event
+            for event in self.inner.poll()
+            if not (isinstance(event, Completion) and event.ticket in self.swallowed)
+        ]
+        found += self.extra
+        self.extra = []
+        return found
+
+
+@saboteur()
+class ReportsEarly(Swallows):
+    """Reports large writes as done when they are accepted, long before they are made."""
+
+    DELAY_S = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: deque[tuple[float, Posted]] = deque()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        if op is Op.WRITE and len(blocks) == 1 and blocks.total_bytes >= 16 * MIB:
+            self._late.append((time.monotonic(), (ticket, op, peer_id, blocks, notify)))
+            self.swallowed.add(ticket)
+            self.extra.append(Completion(ticket))
+            return
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+    def poll(self) -> Sequence[Event]:
+        while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
+            self.inner.post(*self._late.popleft()[1])
+        return super().poll()
+
+
+@saboteur()
+class ReportsTwice(BrokenBackend):
+    """Reports every fiftieth completion twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def poll(self) -> Sequence[Event]:
+        found: list[Event] = []
+        for event in self.inner.poll():
+            found.append(event)
+            if isinstance(event, Completion):
+                self._count += 1
+                if self._count % 50 == 0:
+                    found.append(event)
+        return found
+
+
+@saboteur()
+class BlocksInPoll(BrokenBackend):
+    """Waits inside ``poll`` while a transfer of exactly 16 MiB is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[int] = set()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        if len(blocks) == 1 and blocks.total_bytes == 16 * MIB:
+            self._open.add(ticket)
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+    def poll(self) -> Sequence[Event]:
+        if self._open:
+            time.sleep(0.06)
+        found = self.inner.poll()
+        self._open -= {event.ticket for event in found if isinstance(event, Completion)}
+        return found
+
+
+@saboteur()
+class HangsAt31(Swallows):
+    """Never finishes a transfer of exactly 31 descriptors."""
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        if len(blocks) == 31:
+            self.swallowed.add(ticket)
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+
+@saboteur()
+class StallsAt128(BrokenBackend):
+    """Reports nothing while more than 128 transfers are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open = 0
+        self._kept: list[Event] = []
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+        self._open += 1
+
+    def poll(self) -> Sequence[Event]:
+        self._kept += self.inner.poll()
+        if self._open > 128:
+            return []
+        found, self._kept = self._kept, []
+        self._open -= sum(isinstance(event, Completion) for event in found)
+        return found
+
+
+@saboteur()
+class LiesAboutCancel(Swallows):
+    """Says that a cancelled transfer is quiet and lets it run on."""
+
+    def cancel(self, ticket: int) -> None:
+        if ticket not in self.swallowed:
+            self.swallowed.add(ticket)
+            self.extra.append(Completion(ticket, TransferCancelledError("cancelled"), True))
+
+
+@saboteur()
+class HangsOnCancel(Swallows):
+    """Never reports the end of a cancelled transfer."""
+
+    def cancel(self, ticket: int) -> None:
+        self.swallowed.add(ticket)
+        self.inner.cancel(ticket)
+
+
+@saboteur()
+class CancelsAll(BrokenBackend):
+    """Cancels every open transfer when one is to be cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[int] = set()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        self._open.add(ticket)
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+    def cancel(self, ticket: int) -> None:
+        for other in sorted(self._open):
+            self.inner.cancel(other)
+
+    def poll(self) -> Sequence[Event]:
+        found = self.inner.poll()
+        self._open -= {event.ticket for event in found if isinstance(event, Completion)}
+        return found
+
+
+@saboteur()
+class NeedsPolling(BrokenBackend):
+    """Declares automatic progress, but starts a transfer only when somebody polls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: deque[Posted] = deque()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        self._queue.append((ticket, op, peer_id, blocks, notify))
+
+    def poll(self) -> Sequence[Event]:
+        refused: list[Event] = []
+        while self._queue:
+            try:
+                self.inner.post(*self._queue[0])
+            except BackpressureError:
+                break
+            except PeerLostError as error:
+                refused.append(Completion(self._queue[0][0], error))
+            self._queue.popleft()
+        return [*self.inner.poll(), *refused]
+
+
+@saboteur()
+class CountersStand(BrokenBackend):
+    """Declares counters as evidence of its path, and they never move."""
+
+    def counters(self) -> dict[str, int]:
+        return dict.fromkeys(self.inner.counters(), 0)
+
+
+@saboteur()
+class FailsEverything(BrokenBackend):
+    """Refuses every transfer with a typed error."""
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        raise PeerLostError("no")
+
+

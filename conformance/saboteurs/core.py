@@ -1,0 +1,509 @@
+"""Saboteurs of the core: what it promises above any backend must be testable as well.
+
+Each replaces one function of ``kvtransport`` in its own process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvtransport import metadata
+from kvtransport.backend import Blocks, Op
+from kvtransport.errors import (
+    IncompatiblePeerError,
+    KVTransportError,
+    MalformedMetadataError,
+    StaleDescriptorError,
+    TransferFailedError,
+)
+from kvtransport.region import Region
+from kvtransport.transfer import Transfer, TransferState
+
+from kvtransport_conformance.saboteurs.base import BrokenBackend, BrokenCore, Patch, saboteur
+
+
+def patches(**by_name: tuple[str, Patch]) -> MappingProxyType[str, Patch]:
+    """``name=(reference, patch)``; the name only documents."""
+    return MappingProxyType(dict(by_name.values()))
+
+
+def always(value: Any) -> Patch:
+    """Replace a function by one that returns ``value``."""
+    return lambda _original: lambda *_args, **_options: value
+
+
+# Registration -----------------------------------------------------------------------
+
+
+@saboteur()
+class ForgivesDoubleDeregister(BrokenCore):
+    """Accepts the second deregistration of a region."""
+
+    def deregister(self, region: Region, drain_s: float = 0.0) -> None:
+        with contextlib.suppress(StaleDescriptorError):
+            super().deregister(region, drain_s)
+
+
+@saboteur()
+class AcceptsNothing(BrokenCore):
+    """Registers an empty buffer as one of a byte."""
+
+    def register(self, buffer: Any, **options: Any) -> Region:
+        if getattr(buffer, "nbytes", 1) == 0:
+            buffer = np.zeros(1, np.uint8)
+        return super().register(buffer, **options)
+
+
+@saboteur()
+class KeepsPartialBatch(BrokenCore):
+    """Leaves the first regions of a failed batch registered."""
+
+    def register_many(self, buffers: Any, **options: Any) -> dict[str, Region]:
+        return {name: self.register(buffer, name=name, **options)
+                for name, buffer in buffers.items()}  # fmt: skip
+
+
+@saboteur()
+class DeregistersBusy(BrokenCore):
+    """Returns from deregister although the transfer goes on."""
+
+    def deregister(self, region: Region, drain_s: float = 0.0) -> None:
+        if not region.users:
+            super().deregister(region, drain_s)
+
+
+@saboteur()
+class DropsBuffers(BrokenCore):
+    """Keeps no reference to what is registered."""
+
+    def register(self, buffer: Any, **options: Any) -> Region:
+        if isinstance(buffer, np.ndarray) and buffer.nbytes and buffer.flags.writeable:
+            buffer = (buffer.ctypes.data, buffer.nbytes, None)
+        return super().register(buffer, **options)
+
+
+@saboteur()
+class IgnoresReadOnly(BrokenCore):
+    """Takes a read-only buffer for a writable one."""
+
+    def register(self, buffer: Any, **options: Any) -> Region:
+        if isinstance(buffer, np.ndarray) and buffer.nbytes and not buffer.flags.writeable:
+            buffer = (buffer.ctypes.data, buffer.nbytes, buffer)
+        return super().register(buffer, **options)
+
+
+@saboteur()
+class AcceptsAnyKind(BrokenCore):
+    """Takes an unknown kind of memory for host memory."""
+
+    def register(self, buffer: Any, **options: Any) -> Region:
+        return super().register(buffer, **{**options, "kind": "host"})
+
+
+# Descriptors ------------------------------------------------------------------------
+
+
+@saboteur()
+class CutsToShortest(BrokenCore):
+    """Cuts vectors of unequal length to the shortest, and blocks to the smaller ones."""
+
+    patches = patches(
+        error=("kvtransport.planner:LengthMismatchError", lambda _: _TakenForGranted),
+    )
+
+    def prepare(self, op: Op, peer: Any, pairs: Any) -> Any:
+        try:
+            return super().prepare(op, peer, pairs)
+        except _TakenForGranted:
+            return super().prepare(op, peer, [])
+
+
+class _TakenForGranted(KVTransportError):
+    """What ``CutsToShortest`` swallows."""
+
+
+@saboteur()
+class RefusesNothing(BrokenCore):
+    """Takes a transfer of nothing for an error."""
+
+    def prepare(self, op: Op, peer: Any, pairs: Any) -> Any:
+        found = super().prepare(op, peer, pairs)
+        if not found.nbytes:
+            raise TransferFailedError("nothing to do")
+        return found
+
+
+@saboteur()
+class AllowsOverlap(BrokenCore):
+    """Does not look whether two descriptors write the same bytes."""
+
+    patches = patches(
+        long=("kvtransport.planner:_Planner._check_overlap", always(None)),
+        short=("kvtransport.short_plan:_Columns._overlapping", always(False)),
+    )
+
+
+def _merge_wrongly(original: Any) -> Any:
+    def index_runs(local: Any, remote: Any) -> Any:
+        runs = original(local, remote)
+        if len(runs.length) > 1:
+            runs.length[-1] = max(1, runs.length[-1] - 1)
+            runs.remote[-1] = runs.remote[-2]
+        return runs
+
+    return index_runs
+
+
+@saboteur()
+class MergesWrongly(BrokenCore):
+    """Puts the last run of blocks where the one before it went."""
+
+    patches = patches(
+        runs=("kvtransport.planner:index_runs", _merge_wrongly),
+        short=("kvtransport.planner:short_plan", always(None)),
+    )
+
+
+@saboteur()
+class AllowsAnyOp(BrokenCore):
+    """Reads although the backend does not declare it."""
+
+    def __init__(self, backend: Any, **options: Any) -> None:
+        super().__init__(backend, **options)
+        both = frozenset({"read", "write"})
+        self.capabilities = replace(self.capabilities, ops=both)
+
+
+@saboteur()
+class TrustsBounds(BrokenCore):
+    """Posts ranges that end outside their region."""
+
+    patches = patches(
+        ranges=("kvtransport.planner:_check_ranges", always(None)),
+    )
+
+
+# Completion -------------------------------------------------------------------------
+
+
+@saboteur()
+class EatsSiblings(BrokenCore):
+    """Throws away the events of others while it waits for one transfer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        inner = self._posting.step
+
+        def step(transfer: Transfer) -> bool:
+            ended = inner(transfer)
+            self._events.take()
+            return ended
+
+        self._posting.step = step  # type: ignore[method-assign]
+
+
+def _finish_at_once(original: Any) -> Any:
+    def drain(self: Any, transfer: Transfer, reason: Any) -> None:
+        original(self, transfer, reason)
+        if not transfer.state.terminal:
+            for ticket in list(transfer.open_tickets):
+                del self._by_ticket[ticket]
+                self._abandoned.add(ticket)
+            transfer.open_tickets.clear()
+            transfer.dropped_parts = True
+            self._settle(transfer)
+
+    return drain
+
+
+@saboteur()
+class FreesOnTimeout(BrokenCore):
+    """Calls a late transfer ended, and its memory free, while the backend still works."""
+
+    patches = patches(drain=("kvtransport.inflight:InFlight.drain", _finish_at_once))
+
+
+@saboteur()
+class StaysOpen(BrokenCore):
+    """Forgets after closing that it is closed."""
+
+    def close(self, drain_s: float = 5.0) -> None:
+        super().close(drain_s)
+        self._gate.check = lambda: None  # type: ignore[method-assign]
+
+
+@saboteur()
+class Miscounts(BrokenCore):
+    """Counts every transfer's bytes twice."""
+
+    patches = patches(
+        finished=(
+            "kvtransport.stats:Counters.finished",
+            lambda original: lambda self, transfer: [
+                original(self, transfer) for _ in range(2)
+            ] and None,
+        ),
+    )
+
+
+@saboteur()
+class FailsTwice(BrokenCore):
+    """Reports the failure of a transfer with several parts twice."""
+
+    def _on_finished(self, transfer: Transfer) -> None:
+        super()._on_finished(transfer)
+        if transfer.state is TransferState.FAILED and transfer.descriptors > 4:
+            super()._on_finished(transfer)
+
+
+@saboteur()
+class WaitsForEver(BrokenCore):
+    """Never looks at deadlines."""
+
+    patches = patches(sweep=("kvtransport.inflight:InFlight.sweep", always(None)))
+
+
+def _lose_failures(original: Any) -> Any:
+    def complete(self: Any, event: Any) -> None:
+        if event.error is None:
+            original(self, event)
+
+    return complete
+
+
+@saboteur()
+class LosesFailures(BrokenCore):
+    """Tells nobody that a transfer failed, and looks at no deadline."""
+
+    patches = patches(
+        complete=("kvtransport.inflight:InFlight.complete", _lose_failures),
+        drain=("kvtransport.inflight:InFlight.drain", always(None)),
+    )
+
+
+def _expect_fifo(original: Any) -> Any:
+    def complete(self: Any, event: Any) -> None:
+        transfer = self._by_ticket.get(event.ticket)
+        if transfer is None or event.ticket == min(transfer.open_tickets):
+            original(self, event)
+
+    return complete
+
+
+@saboteur()
+class ExpectsFifo(BrokenCore):
+    """Ignores parts of a transfer that end out of order."""
+
+    patches = patches(complete=("kvtransport.inflight:InFlight.complete", _expect_fifo))
+
+
+@saboteur()
+class FullIsFatal(BrokenCore):
+    """Reports a full queue as a failed transfer."""
+
+    patches = patches(
+        room=("kvtransport.inflight:BackpressureError", lambda _: TransferFailedError),
+    )
+
+
+# Cancel -----------------------------------------------------------------------------
+
+
+def _cancel_finished(original: Any) -> Any:
+    def cancel(self: Any, transfer: Transfer) -> None:
+        if transfer.state is TransferState.DONE:
+            transfer.state = TransferState.CANCELLED
+        original(self, transfer)
+
+    return cancel
+
+
+@saboteur()
+class CancelsTheDone(BrokenCore):
+    """Calls a finished transfer cancelled."""
+
+    patches = patches(cancel=("kvtransport.posting:Posting.cancel", _cancel_finished))
+
+
+@saboteur()
+class CancelsInSilence(BrokenCore):
+    """Says nothing when the backend cannot cancel."""
+
+    patches = patches(
+        cancel=(
+            "kvtransport.inflight:InFlight.cancel",
+            lambda original: lambda self, transfer: (
+                None if self._capabilities.cancel == "none" else original(self, transfer)
+            ),
+        ),
+    )
+
+
+def _keep_parts(original: Any) -> Any:
+    def drain(self: Any, transfer: Transfer, reason: Any) -> None:
+        while transfer.parts and not transfer.state.terminal:
+            self._post(transfer, transfer.parts[0])
+        original(self, transfer, reason)
+
+    return drain
+
+
+@saboteur()
+class PostsAfterCancel(BrokenCore):
+    """Posts the waiting parts of a transfer when it is cancelled."""
+
+    patches = patches(drain=("kvtransport.inflight:InFlight.drain", _keep_parts))
+
+
+# Metadata and peers -------------------------------------------------------------------
+
+
+def _hide_versions(original: Any) -> Any:
+    def open_metadata(blob: bytes) -> Any:
+        try:
+            return original(blob)
+        except IncompatiblePeerError:
+            raise MalformedMetadataError("cannot read it") from None
+
+    return open_metadata
+
+
+@saboteur()
+class HidesVersions(BrokenCore):
+    """Calls another version's metadata malformed."""
+
+    patches = patches(opened=("kvtransport.peers:open_metadata", _hide_versions))
+
+
+@saboteur()
+class IgnoresFingerprint(BrokenCore):
+    """Imports peers with another model's fingerprint."""
+
+    patches = patches(
+        compatible=(
+            "kvtransport.peers:check_compatible",
+            lambda original: lambda header, wire, _ours: original(
+                header, wire, header.fingerprint
+            ),
+        ),
+    )
+
+
+@saboteur()
+class TrustsStaleHandles(BrokenCore):
+    """Takes a region of a former registration or incarnation for the present one."""
+
+    patches = patches(
+        knows=("kvtransport.peer:Peer.knows", always(True)),
+        usable=("kvtransport.peer:Peer.check_usable", always(None)),
+        current=("kvtransport.plan:Plan.check_current", always(None)),
+        known=("kvtransport.peers:PeerTable.check_known", always(None)),
+    )
+
+
+def _always_new(original: Any) -> Any:
+    def add(self: Any, blob: bytes) -> Any:
+        with contextlib.suppress(KVTransportError):
+            self._by_name.pop(metadata.open_metadata(blob)[0].name, None)
+        return original(self, blob)
+
+    return add
+
+
+@saboteur()
+class NewPeerEveryTime(BrokenCore):
+    """Makes a new peer of the same metadata."""
+
+    patches = patches(add=("kvtransport.peers:PeerTable.add", _always_new))
+
+
+@saboteur()
+class RemovesNobody(BrokenCore):
+    """Goes on working with a removed peer."""
+
+    def remove_peer(self, peer: Any, drain_s: float | None = None) -> None:
+        del peer, drain_s
+
+
+@saboteur()
+class ForgetsOldFormat(BrokenCore):
+    """Cannot decode what an older release wrote any more."""
+
+    patches = patches(
+        decoded=(
+            "kvtransport.metadata:open_metadata",
+            lambda original: lambda blob: _refuse_old(original(blob)),
+        ),
+    )
+
+
+def _refuse_old(found: Any) -> Any:
+    if found[0].name.startswith("gold"):
+        raise MalformedMetadataError("field 5 is missing")
+    return found
+
+
+# Threads, fork, close -------------------------------------------------------------------
+
+
+@saboteur()
+class NoLock(BrokenCore):
+    """Lets several threads into the backend at once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._lock = self._posting._lock = _NoLock()  # type: ignore[assignment]
+
+
+class _NoLock:
+    """Looks like a lock."""
+
+    @contextlib.contextmanager
+    def _nothing(self) -> Iterator[None]:
+        yield
+
+    def __enter__(self) -> None:
+        """Lock nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Unlock nothing."""
+
+
+@saboteur()
+class SurvivesFork(BrokenCore):
+    """Works on in a forked child."""
+
+    patches = patches(fork=("kvtransport.gate:Gate.check_fork", always(None)))
+
+
+@saboteur()
+class ClosesAtOnce(BrokenCore):
+    """Closes without waiting for what is in flight, and without saying so."""
+
+    patches = patches(
+        release=("kvtransport.agent:drain_until", always(None)),
+        quarantine=("kvtransport.inflight:InFlight.quarantine", always(None)),
+    )
+
+
+class TruncatesMessages(BrokenBackend):
+    """Cuts long messages to the limit."""
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        cut = None if notify is None else notify[: 64 * 1024]
+        self.inner.post(ticket, op, peer_id, blocks, cut)
+
+
+@saboteur(backend=TruncatesMessages)
+class SendsOversize(BrokenCore):
+    """Accepts a message that is too long and sends its beginning."""
+
+    patches = patches(check=("kvtransport.posting:Posting._check_notify", always(None)))
+
+

@@ -64,7 +64,7 @@ def make_plan(
     region, offset = blocks.remote_region, blocks.remote_offset
     total = int(nbytes.sum())
     limit = min(chunk_bytes, MAX_PAYLOAD_BYTES)
-    if int(nbytes.max(initial=0)) > limit:
+    if total > limit and int(nbytes.max()) > limit:
         owner, inner, nbytes = split(nbytes, limit)
         here, there = here[owner] + inner, there[owner] + inner
         region, offset = region[owner], offset[owner] + inner

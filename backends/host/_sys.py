@@ -1,7 +1,9 @@
 """The system calls that Python's library does not offer, through ctypes.
 
-Every call releases the interpreter lock and raises ``OSError`` on failure.
-Bad addresses are the kernel's to find: they give ``EFAULT``, never a crash.
+Every call raises ``OSError`` on failure and releases the interpreter lock, except
+where it is said not to: taking the lock back can cost milliseconds while another
+thread computes in Python, and a copy of some kilobytes takes microseconds.  Bad
+addresses are the kernel's to find: they give ``EFAULT``, never a crash.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ class _MsgHdr(ctypes.Structure):
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc(*, hold_lock: bool = False) -> Any:
     """Bind lazily: importing this module must work on every platform."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = (ctypes.PyDLL if hold_lock else ctypes.CDLL)(None, use_errno=True)
     address, count = ctypes.c_void_p, ctypes.c_ulong
     libc.process_vm_readv.argtypes = (ctypes.c_int, address, count, address, count, count)
     libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -58,12 +60,14 @@ def is_linux() -> bool:
     return sys.platform.startswith("linux")
 
 
-def process_vm_readv(pid: int, local: int, remote: int, count: int) -> int:
+def process_vm_readv(pid: int, local: int, remote: int, count: int, *, small: bool = False) -> int:
     """Copy from ``pid``'s memory into ours; may stop early at a bad address.
 
-    ``local`` and ``remote`` point to ``count`` iovecs; returns bytes copied.
+    ``local`` and ``remote`` point to ``count`` iovecs; returns bytes copied.  A
+    ``small`` copy keeps the interpreter lock.
     """
-    return _checked(_libc().process_vm_readv(pid, local, count, remote, count, 0))
+    libc = _libc(hold_lock=small)
+    return _checked(libc.process_vm_readv(pid, local, count, remote, count, 0))
 
 
 def send_vectors(fd: int, vectors: int, count: int) -> int:

@@ -30,13 +30,15 @@ from kvtransport_backends.host._plan import Plan
 from kvtransport_backends.host._vectors import IOVEC_BYTES, Vectors
 
 Words = NDArray[np.int64]
+_SMALL_BYTES = 128 * 1024
 _UNLIMITED: AbstractContextManager[None] = nullcontext()
 
 
 class VmRefusedError(Exception):
     """The memory cannot be read from here; the text says why and what to do.
 
-    ``gone`` means that the process is not there any more.
+    ``gone`` means that the peer is not there any more, ``same_machine`` that it
+    is and could be read if the kernel allowed it.
     """
 
     def __init__(self, reason: str, *, gone: bool = False, same_machine: bool = False) -> None:
@@ -73,7 +75,10 @@ class VmMemory:
         try:
             seen = self._guard(0)
         except OSError as error:
-            raise VmRefusedError(_refusal(self.pid, error), same_machine=True) from error
+            gone = error.errno in {errno.ESRCH, errno.EFAULT}
+            raise VmRefusedError(
+                _refusal(self.pid, error), gone=gone, same_machine=not gone
+            ) from error
         if seen is None:
             raise VmRefusedError(
                 f"process {self.pid} is not this peer, or closed it: its nonce differs", gone=True
@@ -115,7 +120,7 @@ class VmMemory:
         size = words.nbytes
         rows = np.array([words.ctypes.data, size, self._guard_address, size], np.uint64)
         at = rows.ctypes.data
-        moved = _sys.process_vm_readv(self.pid, at, at + IOVEC_BYTES, 1)
+        moved = _sys.process_vm_readv(self.pid, at, at + IOVEC_BYTES, 1, small=True)
         if moved != size or words[:HEADER_WORDS].tobytes() != self._nonce:
             return None
         return words[HEADER_WORDS:]
@@ -153,7 +158,13 @@ class VmMemory:
         address on either side is not mapped, ``ESRCH`` when the process is gone.
         """
         pointer, count = local.window(max_bytes)
-        moved = _sys.process_vm_readv(self.pid, pointer, remote.window(max_bytes)[0], count)
+        moved = _sys.process_vm_readv(
+            self.pid,
+            pointer,
+            remote.window(max_bytes)[0],
+            count,
+            small=local.remaining <= _SMALL_BYTES,
+        )
         if moved == 0:
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
         local.advance(moved)
@@ -177,4 +188,6 @@ def _refusal(pid: int, error: OSError) -> str:
         )
     if error.errno == errno.ENOSYS:
         return "this kernel or sandbox has no process_vm_readv"
+    if error.errno == errno.EFAULT:
+        return f"process {pid} is not this peer: it has no memory where the nonce should be"
     return f"reading process {pid} failed: {error.strerror}"

@@ -51,7 +51,7 @@ class HostConfig:
     advertise: str = ""
     allow_ptracer: bool = False
     inline_bytes: int = _MIB
-    chunk_bytes: int = 8 * _MIB
+    chunk_bytes: int = 32 * _MIB
     copy_threads: int = 1
     max_in_flight: int = 1024
     max_regions: int = 4096

@@ -62,7 +62,7 @@ def forged(target: HostBackend, **changes: Any) -> bytes:
 FORGERIES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "recycled": ({"start_ticks": 12345}, PeerLostError, "was recycled"),
     "gone": ({"pid": 2**22 + 7}, PeerLostError, "does not exist"),
-    "another process": ({"pid": os.getppid()}, PeerLostError, "recycled"),
+    "another process": ({"pid": os.getppid()}, PeerLostError, "recycled|is not this peer"),
     "another machine": ({"boot_id": "x"}, IncompatiblePeerError, "another machine"),
     "another namespace": ({"pid_namespace": "pid:[1]"}, IncompatiblePeerError, "pid namespace"),
 }

@@ -93,7 +93,7 @@ def test_capabilities_are_a_function_of_the_options() -> None:
 def test_probe_says_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe(HostConfig()).details["vm"] == "usable"
 
-    def refuse(*_: object) -> int:
+    def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(_sys, "process_vm_readv", refuse)

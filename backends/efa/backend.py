@@ -50,7 +50,7 @@ class EfaBackend(NixlBackend):
             memory=frozenset((local, remote) for local in kinds for remote in kinds),
             notify="inline",
             notify_after_data=True,
-            completion="remote_visible",
+            completion="local",
             ordering="none",
             cancel="none",
             failure_detection="keepalive" if config.liveness else "none",

@@ -11,11 +11,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar
 
-from kvtransport.errors import HandshakeTimeoutError
+from kvtransport.errors import HandshakeTimeoutError, UnsupportedError
 from kvtransport_backends.nixl.driver import NativeAgent
 
 Load = Callable[[], None]
+
+MAX_AGENTS = 254
+"""How many peers an agent on LIBFABRIC can meet in its life, restarts counted."""
 
 
 class Connector(ABC):
@@ -33,9 +37,14 @@ class Connector(ABC):
         """Whether a call into NIXL has not returned yet."""
         return False
 
+    remakes: ClassVar[bool]
+    """Whether a connection to a living agent can be dropped and made again."""
+
 
 class Immediate(Connector):
     """For plugins that do not block."""
+
+    remakes = True
 
     def connect(self, name: str, load: Load) -> None:  # noqa: ARG002
         load()
@@ -65,16 +74,28 @@ class Bounded(Connector):
     """For LIBFABRIC: loads and shakes hands within a deadline.
 
     An attempt that came too late goes on; the next call for the same agent
-    takes up its result, because NIXL cannot be told to stop.
+    takes up its result, because NIXL cannot be told to stop.  A living agent
+    answers the handshake once only.
     """
+
+    remakes = False
 
     def __init__(self, agent: NativeAgent, plugin_handle: int, timeout_s: float) -> None:
         self._agent = agent
         self._handles = [plugin_handle]
         self._timeout_s = timeout_s
         self._late: dict[str, _Attempt] = {}
+        self._known: set[str] = set()
 
     def connect(self, name: str, load: Load) -> None:
+        if name not in self._known and len(self._known) >= MAX_AGENTS:
+            raise UnsupportedError(
+                f"NIXL's LIBFABRIC numbers the agents it has ever met with 8 bits and this one"
+                f" has met {MAX_AGENTS}: close it and open another",
+                capability="peers",
+            )
+        self._known.add(name)
+
         def work() -> None:
             load()
             self._agent.makeConnection(name, self._handles)

@@ -287,7 +287,6 @@ class NixlBackend(Backend):
     def counters(self) -> Mapping[str, int]:
         return {
             "peers_lost": self._peers_lost,
-            "peers_reloaded": self._peers.reloaded if self._agent is not None else 0,
             "transfers_stuck": self._stuck,
             "notifications_dropped": self._inbox.dropped,
         }
@@ -442,4 +441,3 @@ class NixlBackend(Backend):
         del self._flights[flight.ticket]
         flight.peer.in_flight -= 1
         self._events.append(Completion(flight.ticket, flight.error))
-        self._peers.load_pending(flight.peer)

@@ -24,7 +24,12 @@ import struct
 import threading
 import time
 
-from kvtransport.errors import ConfigError, HandshakeTimeoutError, PeerLostError
+from kvtransport.errors import (
+    ConfigError,
+    HandshakeTimeoutError,
+    MalformedMetadataError,
+    PeerLostError,
+)
 
 _log = logging.getLogger("kvtransport.nixl")
 
@@ -33,6 +38,7 @@ DETECTION_BOUND_S = 10.0
 
 _TOKEN = 16
 _MAX_LIFELINES = 4096
+_MAX_ENDPOINTS = 32
 _SIOCGIFADDR = 0x8915
 
 
@@ -119,8 +125,8 @@ class Liveness:
         watched = {watched for watched, _ in self._lifelines.values()}
         if not contact or name in watched:
             return
-        token, _, endpoints = contact.partition("@")
-        lifeline = _connect(name, bytes.fromhex(token), endpoints.split(","), self._timeout_s)
+        token, endpoints = _parse(contact)
+        lifeline = _connect(name, token, endpoints, self._timeout_s)
         self._lifelines[lifeline.fileno()] = (name, lifeline)
         self._poller.register(lifeline, select.POLLIN)
 
@@ -148,17 +154,32 @@ class Liveness:
         return name
 
 
-def _connect(name: str, token: bytes, endpoints: list[str], timeout_s: float) -> socket.socket:
+def _parse(contact: str) -> tuple[bytes, list[tuple[str, int]]]:
+    """Take a peer's contact apart; raises ``MalformedMetadataError``."""
+    token, _, endpoints = contact.partition("@")
+    try:
+        found = [split_endpoint(one, "contact") for one in endpoints.split(",")]
+        secret = bytes.fromhex(token)
+    except (ConfigError, ValueError) as error:
+        raise MalformedMetadataError(f"the peer's contact is malformed: {error}") from error
+    if len(secret) != _TOKEN or len(found) > _MAX_ENDPOINTS:
+        raise MalformedMetadataError("the peer's contact has a wrong token or too many addresses")
+    return secret, found
+
+
+def _connect(
+    name: str, token: bytes, endpoints: list[tuple[str, int]], timeout_s: float
+) -> socket.socket:
     """A lifeline over the first of the peer's addresses that answers with its token."""
     until = time.monotonic() + timeout_s
     refused = 0
+    shown = ", ".join(f"{host}:{port}" for host, port in endpoints)
     for endpoint in endpoints:
-        host, port = split_endpoint(endpoint, "contact")
         left = until - time.monotonic()
         if endpoint != endpoints[-1]:
             left /= 2  # an address that cannot be reached leaves time for the others
         try:
-            lifeline = socket.create_connection((host, port), timeout=max(0.05, left))
+            lifeline = socket.create_connection(endpoint, timeout=max(0.05, left))
         except ConnectionRefusedError:
             refused += 1
             continue
@@ -170,9 +191,9 @@ def _connect(name: str, token: bytes, endpoints: list[str], timeout_s: float) ->
         lifeline.close()
         refused += 1
     if refused:
-        raise PeerLostError(f"peer {name} has ended: nobody answers at {', '.join(endpoints)}")
+        raise PeerLostError(f"peer {name} has ended: nobody answers at {shown}")
     raise HandshakeTimeoutError(
-        f"peer {name}: {', '.join(endpoints)} cannot be reached within {timeout_s} s;"
+        f"peer {name}: {shown} cannot be reached within {timeout_s} s;"
         " open that port, or set liveness to an address of the peer's that can"
     )
 
@@ -212,4 +233,4 @@ def _own_addresses() -> list[str]:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 found.append(socket.inet_ntoa(reply[20:24]))
     routable = [address for address in found if not address.startswith("127.")]
-    return routable or ["127.0.0.1"]
+    return routable[:_MAX_ENDPOINTS] or ["127.0.0.1"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +15,6 @@ from kvtransport_backends.nixl.regions import Placed, RegionBook
 from kvtransport_backends.nixl.tables import Tables
 
 _SCRATCH_ID = -1
-_SCRATCH_DEVICE = (1 << 31) - 1
 
 SCRATCH_BLOCK = Blocks(
     np.array([_SCRATCH_ID]),
@@ -32,17 +30,6 @@ for 40 s when the peer is dead; every agent therefore exports one page that
 means nothing.
 """
 
-_Key = tuple[str, int, int, int]
-
-
-@dataclass(slots=True)
-class _Registration:
-    """One NIXL registration and how many regions share it."""
-
-    descriptors: DescriptorList
-    native: bytes
-    users: int = 1
-
 
 class LocalRegions:
     """Registers memory with NIXL and describes it for peers."""
@@ -52,10 +39,9 @@ class LocalRegions:
     ) -> None:
         self._driver = driver
         self._agent = agent
-        self._handle = plugin_handle
+        self._handles = [plugin_handle]
         self._backend = backend
-        self._registrations: dict[_Key, _Registration] = {}
-        self._specs: dict[int, RegionSpec] = {}
+        self._registered: dict[int, tuple[RegionSpec, DescriptorList, RegionEntry]] = {}
         self.book = RegionBook()
         self.tables = Tables(driver, agent, plugin_handle, "")
         self._add_scratch()
@@ -73,62 +59,9 @@ class LocalRegions:
         )
 
     def add(self, spec: RegionSpec) -> None:
-        """Register ``spec``; raises ``RegistrationError`` or ``UnsupportedError``.
-
-        Several registrations of one device range share NIXL's; ranges that
-        overlap otherwise are refused, because NIXL looks memory up by address
-        and could pick either.
-        """
-        # Host memory has no device, so the id is free to keep regions apart.
-        device_id = spec.device
-        if spec.kind == "host":
-            device_id = _SCRATCH_DEVICE if spec.region_id == _SCRATCH_ID else spec.region_id
+        """Register ``spec``; raises ``RegistrationError`` or ``UnsupportedError``."""
+        device_id = Placed.mark(spec.region_id, spec.device)
         placed = Placed(spec.region_id, spec.kind, device_id, spec.address, spec.nbytes)
-        shared = self._registrations.get(_key(placed))
-        if shared is not None:
-            shared.users += 1
-        else:
-            self._refuse_overlap(placed)
-            self._registrations[_key(placed)] = self._register(placed)
-        self._specs[spec.region_id] = spec
-        self.book.add(placed)
-
-    def remove(self, region_id: int) -> None:
-        placed = self.book.get(region_id)
-        self.tables.clear()  # they point into the registration
-        shared = self._registrations[_key(placed)]
-        if shared.users == 1:
-            with map_native(
-                f"deregistering region {region_id}",
-                backend=self._backend,
-                otherwise=RegistrationError,
-            ):
-                self._agent.deregisterMem(shared.descriptors, [self._handle])
-            del self._registrations[_key(placed)]
-        shared.users -= 1
-        self.book.remove(region_id)
-        del self._specs[region_id]
-
-    def export(self, plugin: str, name: str, contact: str) -> bytes:
-        connection = self._agent.getLocalPartialMD(
-            self._driver.empty_region_list(), True, [self._handle]
-        )
-        entries = tuple(self._entry(placed) for placed in self.book)
-        return encode(Body(plugin, name, connection, entries, contact))
-
-    def _entry(self, placed: Placed) -> RegionEntry:
-        spec = self._specs[placed.region_id]
-        return RegionEntry(
-            placed.region_id,
-            placed.kind,
-            placed.device_id,
-            placed.address,
-            placed.nbytes,
-            tuple(sorted(spec.access)),
-            self._registrations[_key(placed)].native,
-        )
-
-    def _register(self, placed: Placed) -> _Registration:
         row = np.array([[placed.address, placed.nbytes, placed.device_id]], np.uint64)
         descriptors = self._driver.region_list(placed.kind, row)
         with map_native(
@@ -136,19 +69,36 @@ class LocalRegions:
             backend=self._backend,
             otherwise=RegistrationError,
         ):
-            self._agent.registerMem(descriptors, [self._handle])
-            native = self._agent.getLocalPartialMD(descriptors, False, [self._handle])
-        return _Registration(descriptors, native)
+            self._agent.registerMem(descriptors, self._handles)
+            native = self._agent.getLocalPartialMD(descriptors, False, self._handles)
+        entry = RegionEntry(
+            spec.region_id,
+            spec.kind,
+            device_id,
+            spec.address,
+            spec.nbytes,
+            tuple(sorted(spec.access)),
+            native,
+        )
+        self._registered[spec.region_id] = (spec, descriptors, entry)
+        self.book.add(placed)
 
-    def _refuse_overlap(self, placed: Placed) -> None:
-        for other in self.book:
-            if placed.overlaps(other):
-                raise RegistrationError(
-                    f"address: overlaps region {other.region_id} on {other.kind} device"
-                    f" {other.device_id}; register the whole range once",
-                    backend=self._backend,
-                )
+    def remove(self, region_id: int) -> None:
+        """Withdraw a region; raises ``StaleDescriptorError`` or ``RegistrationError``."""
+        self.book.get(region_id)
+        self.tables.clear()  # they point into the registration
+        _, descriptors, _ = self._registered[region_id]
+        with map_native(
+            f"deregistering region {region_id}", backend=self._backend, otherwise=RegistrationError
+        ):
+            self._agent.deregisterMem(descriptors, self._handles)
+        self.book.remove(region_id)
+        del self._registered[region_id]
 
-
-def _key(placed: Placed) -> _Key:
-    return placed.kind, placed.device_id, placed.address, placed.nbytes
+    def export(self, plugin: str, name: str, contact: str) -> bytes:
+        """This agent's body of metadata."""
+        connection = self._agent.getLocalPartialMD(
+            self._driver.empty_region_list(), True, self._handles
+        )
+        entries = tuple(entry for _, _, entry in self._registered.values())
+        return encode(Body(plugin, name, connection, entries, contact))

@@ -2,8 +2,8 @@
 
 A dropped peer is parked rather than disconnected: UCX leaks a file descriptor
 on both sides for every connection that is closed while the peer lives, and
-LIBFABRIC numbers connections with 8 bits and reuses none.  A parked peer is
-found again by its agent's name; beyond ``MAX_PARKED`` the oldest is forgotten.
+LIBFABRIC's peers answer one handshake only.  A parked peer is found again by
+its agent's name; beyond ``MAX_PARKED`` the oldest is forgotten.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvtransport.errors import (
-    BackpressureError,
     HandshakeTimeoutError,
     IncompatiblePeerError,
     KVTransportError,
@@ -36,20 +35,18 @@ class Peer:
     """One connection to one incarnation of a remote agent.
 
     ``ids`` are the peer ids that mean it: usually one, none while it is parked.
-    ``loaded`` is what NIXL holds of it: regions that the peer withdrew stay
-    there until the peer is loaded afresh.  ``pending`` is a newer export that
-    needs a fresh load and waits for the transfers in flight.  ``lost`` is why
-    the peer takes no transfers any more; ``forgotten`` says that NIXL answers
-    no questions about its transfers; ``disconnected`` that NIXL was told.
+    ``loaded`` are the regions that NIXL holds; those that the peer withdrew
+    stay there, where no transfer names them.  ``lost`` is why the peer takes no
+    transfers any more; ``forgotten`` says that NIXL answers no questions about
+    its transfers; ``disconnected`` that NIXL was told.
     """
 
     body: Body
     tables: Tables
     ids: list[int] = field(default_factory=list)
     book: RegionBook = field(default_factory=RegionBook)
-    loaded: list[tuple[Placed, bytes]] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
     in_flight: int = 0
-    pending: Body | None = None
     lost: KVTransportError | None = None
     forgotten: bool = False
     disconnected: bool = False
@@ -77,7 +74,6 @@ class Peers:
         self._connector = connector
         self._by_id: dict[int, Peer] = {}
         self._by_name: OrderedDict[str, Peer] = OrderedDict()
-        self.reloaded = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._by_name.values())
@@ -92,21 +88,12 @@ class Peers:
         return peer.ids[-1] if peer is not None and peer.ids else None
 
     def usable(self, peer_id: int) -> Peer:
-        """The peer, ready for transfers.
-
-        Raises ``StaleDescriptorError``, ``PeerLostError`` or, while the peer's
-        former memory is still in use, ``BackpressureError``.
-        """
+        """The peer, ready for transfers; raises ``StaleDescriptorError`` or ``PeerLostError``."""
         peer = self._by_id.get(peer_id)
         if peer is None:
             raise StaleDescriptorError("the peer was dropped", backend=self._backend)
         if peer.lost is not None:
             raise PeerLostError(str(peer.lost), backend=self._backend, native=peer.lost.native)
-        if peer.pending is not None:
-            raise BackpressureError(
-                "the peer registered its memory anew; its transfers in flight must end first",
-                backend=self._backend,
-            )
         return peer
 
     def load(self, peer_id: int, body: Body) -> None:
@@ -122,6 +109,9 @@ class Peers:
                 backend=self._backend,
             )
         peer = known or self._by_name.get(body.agent)
+        if peer is not None and peer.lost is not None and not self._connector.remakes:
+            # Its lifeline broke and holds again: only the lifeline had failed.
+            peer.lost = None
         if peer is None or peer.lost is not None:
             if peer is not None:
                 self.disconnect(peer)
@@ -130,18 +120,12 @@ class Peers:
                 fresh.ids, peer.ids = peer.ids, []
             peer = fresh
         else:
-            self._update(peer, body)
+            self._load_more(peer, body)
         if peer_id not in peer.ids:
             peer.ids.append(peer_id)
         self._by_id.update(dict.fromkeys(peer.ids, peer))
         self._by_name[body.agent] = peer
         self._by_name.move_to_end(body.agent)
-
-    def load_pending(self, peer: Peer) -> None:
-        """Load a newer export that waited for transfers to end."""
-        if peer.pending is not None and not peer.in_flight and peer.lost is None:
-            body, peer.pending = peer.pending, None
-            self._reload(peer, body)
 
     def drop(self, peer_id: int) -> None:
         peer = self._by_id.pop(peer_id, None)
@@ -150,7 +134,7 @@ class Peers:
         peer.ids.remove(peer_id)
         if peer.lost is not None and self._by_name.get(peer.name) is peer and not peer.ids:
             del self._by_name[peer.name]
-            if not peer.in_flight:
+            if not peer.in_flight and self._connector.remakes:
                 self.disconnect(peer)
         self._evict()
 
@@ -165,6 +149,8 @@ class Peers:
             peer.tables.clear()
 
     def _evict(self) -> None:
+        if not self._connector.remakes:
+            return
         # Quarantined transfers keep their connection.
         parked = [peer for peer in self if not peer.ids and not peer.in_flight]
         for peer in parked[: max(0, len(parked) - MAX_PARKED)]:
@@ -172,31 +158,8 @@ class Peers:
             peer.tables.clear()
             self._forget(peer.name)
 
-    def _update(self, peer: Peer, body: Body) -> None:
-        if peer.body.connection == body.connection and not _conflicts(peer, body):
-            self._load_more(peer, body)
-        elif peer.in_flight:
-            peer.pending = body
-        else:
-            self._reload(peer, body)
-
     def _load_new(self, body: Body) -> Peer:
         peer = Peer(body, Tables(self._driver, self._agent, self._handle, body.agent))
-        self._load_all(peer, body)
-        return peer
-
-    def _reload(self, peer: Peer, body: Body) -> None:
-        former = peer.body
-        peer.tables.clear()
-        self._forget(peer.name)
-        try:
-            self._load_all(peer, body)
-        except KVTransportError:
-            self._load_all(peer, former)
-            raise
-        self.reloaded += 1
-
-    def _load_all(self, peer: Peer, body: Body) -> None:
         try:
             with map_native(
                 "connecting", backend=self._backend, peer=body.agent, otherwise=PeerLostError
@@ -204,23 +167,37 @@ class Peers:
                 self._connector.connect(
                     body.agent, lambda: self._native(body.connection, body.agent)
                 )
-            for entry in body.regions:
-                self._native(entry.native, body.agent)
+            self._load_regions(peer, body)
         except HandshakeTimeoutError:
             raise  # NIXL is still at it
         except KVTransportError:
             self._forget(body.agent)
             raise
-        peer.loaded = [(_placed(entry), entry.native) for entry in body.regions]
-        _adopt(peer, body)
+        return peer
 
     def _load_more(self, peer: Peer, body: Body) -> None:
-        known = {placed.region_id for placed, _ in peer.loaded}
+        try:
+            self._load_regions(peer, body)
+        except KVTransportError as error:
+            # NIXL drops all that it knows of a peer when a part does not load.
+            peer.lost = error
+            peer.tables.clear()
+            raise
+
+    def _load_regions(self, peer: Peer, body: Body) -> None:
+        """Load the regions that are new; no two of one agent look alike to NIXL."""
         for entry in body.regions:
-            if entry.region_id not in known:
+            if entry.region_id not in peer.loaded:
                 self._native(entry.native, body.agent)
-                peer.loaded.append((_placed(entry), entry.native))
-        _adopt(peer, body)
+                peer.loaded.add(entry.region_id)
+        peer.body = body
+        current = {entry.region_id: entry for entry in body.regions}
+        for placed in list(peer.book):
+            if placed.region_id not in current:
+                peer.book.remove(placed.region_id)
+        for entry in body.regions:
+            if entry.region_id not in peer.book:
+                peer.book.add(_placed(entry))
 
     def _native(self, metadata: bytes, name: str) -> None:
         with map_native(
@@ -249,27 +226,3 @@ class Peers:
 
 def _placed(entry: RegionEntry) -> Placed:
     return Placed(entry.region_id, entry.kind, entry.device_id, entry.address, entry.nbytes)
-
-
-def _adopt(peer: Peer, body: Body) -> None:
-    peer.body = body
-    current = {entry.region_id for entry in body.regions}
-    for placed in list(peer.book):
-        if placed.region_id not in current:
-            peer.book.remove(placed.region_id)
-    for entry in body.regions:
-        if entry.region_id not in peer.book:
-            peer.book.add(_placed(entry))
-
-
-def _conflicts(peer: Peer, body: Body) -> bool:
-    """Whether NIXL could confuse a new region with one that it already holds."""
-    known = {placed.region_id for placed, _ in peer.loaded}
-    for entry in body.regions:
-        if entry.region_id in known:
-            continue
-        placed = _placed(entry)
-        for other, native in peer.loaded:
-            if placed.overlaps(other) and native != entry.native:
-                return True
-    return False

@@ -13,7 +13,14 @@ from kvtransport.errors import StaleDescriptorError
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A region as NIXL knows it; ``device_id`` is part of NIXL's address."""
+    """A region as NIXL knows it; ``device_id`` is part of NIXL's address.
+
+    NIXL finds a registration by address and device id, and takes the first
+    that covers a descriptor.  Below that, every plugin uses the device id's
+    lower 32 bits only.  The upper 32 therefore hold the region's id, so that
+    no two regions of an agent are alike to NIXL: neither two registrations of
+    one buffer nor one that came and went at the same address.
+    """
 
     region_id: int
     kind: str
@@ -21,14 +28,10 @@ class Placed:
     address: int
     nbytes: int
 
-    def overlaps(self, other: Placed) -> bool:
-        """Whether NIXL could take a descriptor of one region for the other's."""
-        if (self.kind == "host") != (other.kind == "host") or self.device_id != other.device_id:
-            return False
-        return (
-            self.address < other.address + other.nbytes
-            and other.address < self.address + self.nbytes
-        )
+    @staticmethod
+    def mark(region_id: int, device: int) -> int:
+        """The device id under which NIXL knows a region of ``device``."""
+        return (region_id & 0xFFFFFFFF) << 32 | device
 
 
 class RegionBook:

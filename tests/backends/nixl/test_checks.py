@@ -151,6 +151,7 @@ def test_efa_names_the_fix(monkeypatch, finding, variables, fix):
 
 def test_efa_accepts_a_good_environment_and_a_permitted_fallback(monkeypatch):
     monkeypatch.delenv("FI_EFA_ENABLE_SHM_TRANSFER", raising=False)
+    monkeypatch.setattr(checks, "loaded_libraries", lambda _stem: [])
     monkeypatch.setattr(checks, "examine", lambda _config: GOOD)
     checks.check_environment(EfaConfig())
     slow = Findings(missing={}, providers=["tcp"], device_memory=[], libfabric="/x/lib")
@@ -224,6 +225,7 @@ def test_capabilities_follow_the_configuration():
     assert ("host", "cuda") in CudaBackend.capabilities(CudaConfig()).memory
     assert EfaBackend.capabilities(EfaConfig(device="none")).memory == {("host", "host")}
     assert EfaBackend.capabilities(EfaConfig()).failure_detection == "none"
+    assert EfaBackend.capabilities(EfaConfig()).completion == "local"
     assert EfaBackend.capabilities(EfaConfig(liveness="0.0.0.0")).failure_detection == "keepalive"
     for declared in (CudaBackend.capabilities(CudaConfig()), EfaBackend.capabilities(EfaConfig())):
         assert declared.cancel == "none"

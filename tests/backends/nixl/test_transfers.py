@@ -60,7 +60,9 @@ def test_runs_of_different_lengths(fresh, op, rounds):
 
 @pytest.mark.parametrize("op", Op)
 def test_odd_lengths_and_addresses(fresh, op):
-    what = blocks(np.array([1, 63, 4097, 100_001]), [5, 77, 9001, 300_000], [3, 1001, 70_000, 8192])
+    what = blocks(
+        np.array([1, 63, 4097, 100_001]), [5, 77, 9001, 300_000], [3, 1001, 70_000, 80_001]
+    )
     check(fresh, op, what)
 
 

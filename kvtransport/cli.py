@@ -33,6 +33,9 @@ COMMANDS = MappingProxyType(
         "config": Subcommand(
             "kvtransport.cli_config:app", "Explain options and where their values come from."
         ),
+        "status": Subcommand(
+            "kvtransport.cli_status:app", "Show an engine's holdings, peers and calibration, live."
+        ),
         "router": Subcommand(
             "kvtransport_vllm.router.cli:app",
             "Run the OpenAI-compatible router in front of prefill and decode engines.",

@@ -121,7 +121,7 @@ class Engine:
             ids,
             request_id=request.request_id,
             purpose=Purpose.HANDOFF if handoff else Purpose.RETAINED,
-            tenant=request.cache_salt or "",
+            tenant=tenant_label(request.cache_salt),
             nbytes=sum(map(len, ids)) * self.block_nbytes,
             saved_s=self.recompute.compute_seconds(tokens),
         )
@@ -218,6 +218,11 @@ def agent_fingerprint(identity: EngineIdentity) -> bytes:
 def versions() -> dict[str, str]:
     """Versions of what touches the wire; exchanged and shown, not compared."""
     return {name: importlib.metadata.version(name) for name in ("kvtransport", "pyzmq", "msgspec")}
+
+
+def tenant_label(salt: str | None) -> str:
+    """Names a tenant in quotas and on status pages without telling its salt."""
+    return hashlib.blake2b(salt.encode(), digest_size=6).hexdigest() if salt else ""
 
 
 def computed_tokens(request: Request) -> int:

@@ -110,7 +110,7 @@ class PeerLink:
         self._failures = 0
         self._hello: Hello | None = None
         self._wired = False
-        self.socket = _dealer(context, address, keys)
+        self.socket = dealer(context, address, keys)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
 
     def close(self, linger_ms: int) -> None:
@@ -262,9 +262,10 @@ class PeerLink:
         )
 
 
-def _dealer(
+def dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, keys: CurveKeys | None
 ) -> zmq.Socket[bytes]:
+    """A socket that connects, and connects again, to a control plane."""
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.setsockopt(zmq.IMMEDIATE, 1)

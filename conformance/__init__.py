@@ -17,9 +17,21 @@ For vendors
 
 from __future__ import annotations
 
-from kvtransport_conformance.target import HostMemory, MemoryKit, SimulatedMemory, Target
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtransport_conformance.target import HostMemory, MemoryKit, SimulatedMemory, Target
 
 SUITE_VERSION = "2026.1"
 """Calendar version of the checks' meaning; a report is bound to it."""
 
 __all__ = ["SUITE_VERSION", "HostMemory", "MemoryKit", "SimulatedMemory", "Target"]
+
+
+def __getattr__(name: str) -> object:
+    # Lazy, because pytest imports this package wherever it is installed.
+    if name in __all__:
+        from kvtransport_conformance import target
+
+        return getattr(target, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

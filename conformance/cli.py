@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtransport.errors import ConfigError, KVTransportError
-
 from kvtransport_conformance import cli_run, diff, matrix, verify
 from kvtransport_conformance.profiles import PROFILES, SUITE_ERROR
 from kvtransport_conformance.registry import all_checks
@@ -85,7 +84,9 @@ def diff_reports(before: Path, after: Path) -> None:
 
 
 @app.command(name="verify")
-def verify_reports(reports: Annotated[list[Path], typer.Argument(help="report.json files")]) -> None:
+def verify_reports(
+    reports: Annotated[list[Path], typer.Argument(help="report.json files")],
+) -> None:
     """Recompute plan, digests and totals; exits 1 for an edited or incomplete report.
 
     Tamper-evident, not tamper-proof: who edits a report and recomputes its digest

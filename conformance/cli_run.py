@@ -15,18 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvtransport.errors import ConfigError, KVTransportError
-
 from kvtransport_conformance import progress
 from kvtransport_conformance.context import Settings
 from kvtransport_conformance.netns import Namespaces, filled
 from kvtransport_conformance.plan import Plan, make_plan
 from kvtransport_conformance.procs import split_prefix
-from kvtransport_conformance.profiles import EXIT_CODES, SUITE_ERROR, Outcome
+from kvtransport_conformance.profiles import EXIT_CODES, SUITE_ERROR
 from kvtransport_conformance.registry import all_checks
 from kvtransport_conformance.results import Waiver
 from kvtransport_conformance.running import new_seed, run_all
 from kvtransport_conformance.session import Options, Session
-from kvtransport_conformance.statuses import Status
+from kvtransport_conformance.statuses import Outcome, Status
 from kvtransport_conformance.target import find_target_reference
 
 
@@ -126,11 +125,14 @@ def _placed(request: Request) -> Iterator[tuple[Mapping[str, Any], Options]]:
             "config": filled(config, spaces.local),
             "peer_config": filled({**config, **peer}, spaces.peer),
         }
-        yield target, replace(
-            request.options,
-            local_prefix=spaces.local.prefix,
-            peer_prefix=spaces.peer.prefix,
-            network=spaces.fault,
+        yield (
+            target,
+            replace(
+                request.options,
+                local_prefix=spaces.local.prefix,
+                peer_prefix=spaces.peer.prefix,
+                network=spaces.fault,
+            ),
         )
 
 

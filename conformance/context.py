@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from kvtransport.errors import KVTransportError
 from kvtransport.events import TransferEvent
-
 from kvtransport_conformance import flags
 from kvtransport_conformance.hub import CONTROLLER, Hub
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
@@ -197,7 +196,7 @@ class Ranges:
     nbytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: Sequence[int], at: Sequence[int], nbytes: Sequence[int]) -> Ranges:
+    def of(cls, source: Iterable[int], at: Iterable[int], nbytes: Iterable[int]) -> Ranges:
         vectors = (tuple(int(value) for value in vector) for vector in (source, at, nbytes))
         return cls(*vectors)
 
@@ -252,9 +251,7 @@ class Scene:
         """Reset the destination."""
         self.ends(op, reverse=reverse)[2].fill("dst", BLANK.wire())
 
-    def arrived(
-        self, op: str, ranges: Ranges, what: str = "", *, reverse: bool = False
-    ) -> None:
+    def arrived(self, op: str, ranges: Ranges, what: str = "", *, reverse: bool = False) -> None:
         """Expect exactly ``ranges`` in the destination, and nothing else changed."""
         _, _, sink, pattern = self.ends(op, reverse=reverse)
         want = Expected(BLANK, (Overlay(pattern, ranges.at, ranges.source, ranges.nbytes),))

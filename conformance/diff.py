@@ -52,4 +52,5 @@ def _failed(entry: Mapping[str, Any]) -> bool:
 
 
 def regressed(changes: list[Change]) -> bool:
+    """Whether anything that held before fails now."""
     return any(change.verdict == "regressed" for change in changes)

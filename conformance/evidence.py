@@ -40,9 +40,7 @@ class Evidence:
         return _TEXT[self.tier]
 
 
-def judge(
-    facts: Mapping[str, Any], moved: int, counters: Mapping[str, int]
-) -> Evidence:
+def judge(facts: Mapping[str, Any], moved: int, counters: Mapping[str, int]) -> Evidence:
     """Compute the tier from both processes' identities, memory kits and counters."""
     if not facts or not moved:
         return Evidence("E0", "no byte moved between two processes", 1)
@@ -57,12 +55,16 @@ def judge(
     if fakes:
         return Evidence("E1", f"{shape}; {'; '.join(fakes)}", hosts, devices, nics, emulated=True)
     real = [kit for kit in devices if kit.get("driver")]
-    proofs = [f"{kit['kind']} device {kit.get('name', '?')}, driver {kit['driver']}" for kit in real]
+    proofs = [
+        f"{kit['kind']} device {kit.get('name', '?')}, driver {kit['driver']}" for kit in real
+    ]
     proofs += [f"NIC {nic} present and its counters moved" for nic in nics]
     if not proofs:
         why = f"{shape}; host memory only, no device and no NIC took part"
         return Evidence("E2", why, hosts, devices, nics)
-    return Evidence("E4" if hosts > 1 else "E3", f"{shape}; {'; '.join(proofs)}", hosts, devices, nics)
+    return Evidence(
+        "E4" if hosts > 1 else "E3", f"{shape}; {'; '.join(proofs)}", hosts, devices, nics
+    )
 
 
 def _place(mine: Mapping[str, Any], theirs: Mapping[str, Any], hosts: int) -> str:

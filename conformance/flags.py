@@ -27,35 +27,38 @@ class Flag:
     """Whether use without the promise must be refused, so that absence is testable."""
 
 
-def _word(name: str, absent: str = "none") -> tuple[Callable[[Declared], Any], ...]:
-    return (lambda caps: caps[name], lambda caps: caps[name] != absent)
+def _word(key: str, *, absent: str = "none", refusable: bool = False) -> Flag:
+    return Flag(key, lambda caps: caps[key], lambda caps: caps[key] != absent, refusable)
 
 
-def _member(name: str, item: str) -> tuple[Callable[[Declared], Any], ...]:
-    return (lambda caps: item in caps[name], lambda caps: item in caps[name])
+def _member(name: str, item: str, *, refusable: bool = False) -> Flag:
+    def test(caps: Declared) -> bool:
+        return item in caps[name]
+
+    return Flag(f"{name}.{item}", test, test, refusable)
 
 
-def _boolean(name: str) -> tuple[Callable[[Declared], Any], ...]:
-    return (lambda caps: caps[name], lambda caps: bool(caps[name]))
+def _some(key: str) -> Flag:
+    return Flag(key, lambda caps: caps[key], lambda caps: bool(caps[key]))
 
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("ops.read", *_member("ops", "read"), refusable=True),
-    Flag("ops.write", *_member("ops", "write"), refusable=True),
-    Flag("notify", *_word("notify"), refusable=True),
-    Flag("notify_after_data", *_boolean("notify_after_data")),
-    Flag("completion", *_word("completion", absent="local")),
-    Flag("ordering", *_word("ordering")),
-    Flag("cancel", *_word("cancel"), refusable=True),
-    Flag("failure_detection", *_word("failure_detection")),
-    Flag("threading", *_word("threading", absent="single")),
-    Flag("progress", *_word("progress", absent="manual")),
-    Flag("target_enforces", *_boolean("target_enforces")),
-    Flag("target_enforces.bounds", *_member("target_enforces", "bounds")),
-    Flag("target_enforces.access", *_member("target_enforces", "access")),
-    Flag("target_enforces.stale_key", *_member("target_enforces", "stale_key")),
-    Flag("dynamic_regions", *_boolean("dynamic_regions")),
-    Flag("path_evidence", *_boolean("path_evidence")),
+    _member("ops", "read", refusable=True),
+    _member("ops", "write", refusable=True),
+    _word("notify", refusable=True),
+    _some("notify_after_data"),
+    _word("completion", absent="local"),
+    _word("ordering"),
+    _word("cancel", refusable=True),
+    _word("failure_detection"),
+    _word("threading", absent="single"),
+    _word("progress", absent="manual"),
+    _some("target_enforces"),
+    _member("target_enforces", "bounds"),
+    _member("target_enforces", "access"),
+    _member("target_enforces", "stale_key"),
+    _some("dynamic_regions"),
+    _some("path_evidence"),
 )
 
 BY_KEY: Mapping[str, Flag] = {flag.key: flag for flag in FLAGS}
@@ -70,9 +73,7 @@ def supports(caps: Declared, key: str) -> bool:
 
 def declared_json(capabilities: Capabilities) -> dict[str, Any]:
     """Turn a declaration into JSON with a stable order of set members."""
-    return {
-        entry.name: _plain(getattr(capabilities, entry.name)) for entry in fields(capabilities)
-    }
+    return {entry.name: _plain(getattr(capabilities, entry.name)) for entry in fields(capabilities)}
 
 
 def _plain(value: object) -> Any:

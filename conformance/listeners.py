@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import struct
@@ -27,9 +26,9 @@ def listening() -> list[list[Any]]:
 
 def _socket_inodes() -> set[str]:
     inodes = set()
-    for number in os.listdir("/proc/self/fd"):
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{number}")
+            target = str(link.readlink())
         except OSError:
             continue
         if target.startswith("socket:["):

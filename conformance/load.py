@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtransport.errors import BackpressureError, KVTransportError
 from kvtransport.transfer import Transfer
-
 from kvtransport_conformance.patterns import Pattern, pattern
 from kvtransport_conformance.wire_errors import describe
 
 if TYPE_CHECKING:
     from kvtransport.agent import Agent
     from kvtransport.peer import Peer
-
     from kvtransport_conformance.memory import Memory
 
 Piece = Sequence[Any]
@@ -30,7 +28,10 @@ class Load:
     """Part of ``Station``."""
 
     if TYPE_CHECKING:
-        agent: Agent
+
+        @property
+        def agent(self) -> Agent: ...
+
         peers: dict[str, Peer]
         memory: dict[str, Memory]
 

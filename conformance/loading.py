@@ -16,7 +16,6 @@ from kvtransport.backend import API_VERSION, Backend, BackendInfo
 from kvtransport.config import build_config
 from kvtransport.errors import ConfigError
 from kvtransport.registry import find_backend, load_info
-
 from kvtransport_conformance import flags
 from kvtransport_conformance.tap import Tap
 from kvtransport_conformance.target import MemoryKit, Target, load_object, load_target

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvtransport.errors import ConfigError
-
 from kvtransport_conformance import SUITE_VERSION
 from kvtransport_conformance.render.words import NOT_ON_HARDWARE
 from kvtransport_conformance.report import Report, load
@@ -15,6 +13,7 @@ from kvtransport_conformance.report import Report, load
 BEGIN = "<!-- conformance matrix: begin (made by `kvt conformance matrix`) -->"
 END = "<!-- conformance matrix: end -->"
 COLUMNS = ("KVT-BASE", "KVT-READ", "KVT-NOTIFY", "KVT-FAULT", "KVT-SCALE", "KVT-SECURE")
+DASH = "\N{EN DASH}"
 FAMILIES = ("cuda", "rocm", "neuron")
 """Families of accelerators whose reports the agnosticism sentence counts."""
 
@@ -88,10 +87,8 @@ def _cell(report: Report, profile: str) -> str:
         "failure": f"✘ failed {short}",
         "partial": f"partial {short}",
         "not_verified": "? not verified",
-        "refused": "– refused as declared",
+        "refused": f"{DASH} refused as declared",
     }[str(entry["result"])]
-
-
 
 
 def _hardware(report: Report) -> str:
@@ -106,7 +103,7 @@ def _legend() -> str:
     return (
         "✔ passed, with the evidence tier (E1 emulated device, E2 host memory on a software path, "
         "E3 real device, E4 real device between two hosts) and the suite version; "
-        "`–` declared absent and refused; `?` not verified."
+        f"{DASH} declared absent and refused; ? not verified."
     )
 
 

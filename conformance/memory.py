@@ -67,4 +67,5 @@ class Memory:
 
 
 def allocate(kit: MemoryKit, nbytes: int, skip: int) -> Memory:
+    """Allocate a buffer whose first ``skip`` bytes are not part of the memory."""
     return Memory(kit, kit.alloc(nbytes + skip), nbytes, skip)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from kvtransport.errors import ConfigError
 
@@ -49,7 +49,7 @@ class Namespaces:
         self.local = Side(f"kvt-a-{tag}", f"kvta{tag}", f"{net}.{last + 1}")
         self.peer = Side(f"kvt-b-{tag}", f"kvtb{tag}", f"{net}.{last + 2}")
 
-    def __enter__(self) -> Namespaces:
+    def __enter__(self) -> Self:
         try:
             self._make()
         except ConfigError:

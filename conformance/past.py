@@ -14,13 +14,11 @@ import numpy as np
 
 from kvtransport.backend import Blocks, Op
 from kvtransport.errors import KVTransportError
-
 from kvtransport_conformance.wire_errors import describe
 
 if TYPE_CHECKING:
     from kvtransport.agent import Agent
     from kvtransport.peer import Peer
-
     from kvtransport_conformance.tap import Tap
 
 _IDLE_S = 0.0005
@@ -31,9 +29,14 @@ class PastTheCore:
     """Part of ``Station``; names of operations are explained there."""
 
     if TYPE_CHECKING:
-        agent: Agent
-        tap: Tap
         peers: dict[str, Peer]
+        _tap: Tap | None
+        _agent: Agent | None
+
+        @property
+        def agent(self) -> Agent: ...
+        @property
+        def tap(self) -> Tap: ...
 
     def raw_move(
         self, op: str, local: int, remote: int, vectors: Sequence[Sequence[int]],

@@ -63,6 +63,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def pattern(wire: Sequence[Any]) -> Pattern:
+    """Read what ``Pattern.wire`` wrote."""
     return Pattern(wire[0], int(wire[1]))
 
 
@@ -80,6 +81,7 @@ class Overlay:
 
 
 def overlay(wire: Sequence[Any]) -> Overlay:
+    """Read what ``Overlay.wire`` wrote."""
     return Overlay(pattern(wire[0]), tuple(wire[1]), tuple(wire[2]), tuple(wire[3]))
 
 
@@ -102,6 +104,7 @@ class Expected:
 
 
 def expected(wire: Sequence[Any]) -> Expected:
+    """Read what ``Expected.wire`` wrote."""
     return Expected(pattern(wire[0]), tuple(overlay(layer) for layer in wire[1]))
 
 

@@ -59,7 +59,7 @@ def _serve(channel: Channel, process: Any, message: dict[str, Any]) -> bool:
     except Exception as error:  # noqa: BLE001  # named edge: everything is reported to the check
         reply["error"] = describe(error)
     channel.send(reply)
-    return op != "exit"
+    return bool(op != "exit")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 
 from kvtransport.errors import ConfigError
-
 from kvtransport_conformance.profiles import PROFILES
 from kvtransport_conformance.registry import Check, all_checks
 
@@ -55,9 +54,7 @@ def excluded(profiles: Collection[str], chosen: Collection[str]) -> dict[str, di
     }
 
 
-def make_plan(
-    seed: int, profiles: Collection[str] = (), ids: Collection[str] = ()
-) -> Plan:
+def make_plan(seed: int, profiles: Collection[str] = (), ids: Collection[str] = ()) -> Plan:
     """Choose checks by profile, by id, or both; by default all of the default profiles.
 
     Raises ``ConfigError`` naming unknown profiles or ids.
@@ -65,9 +62,7 @@ def make_plan(
     known = all_checks()
     _require(profiles, PROFILES, "profile")
     _require(ids, known, "check")
-    wanted = tuple(profiles) or tuple(
-        name for name, profile in PROFILES.items() if profile.default
-    )
+    wanted = tuple(profiles) or tuple(name for name, profile in PROFILES.items() if profile.default)
     chosen = {
         key: entry
         for key, entry in known.items()

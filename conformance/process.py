@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtransport.errors import KVTransportError
-
 from kvtransport_conformance import listeners, resources
 from kvtransport_conformance.loading import Loaded, facts, load
 from kvtransport_conformance.station import Station
@@ -182,7 +181,7 @@ class Process:
 
 def _link(path: str) -> str:
     try:
-        return os.readlink(path)
+        return str(Path(path).readlink())
     except OSError:
         return ""
 
@@ -196,6 +195,6 @@ def _read(path: str) -> str:
 
 def _names(path: str) -> list[str]:
     try:
-        return os.listdir(path)
+        return [entry.name for entry in Path(path).iterdir()]
     except OSError:
         return []

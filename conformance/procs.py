@@ -194,14 +194,14 @@ def split_prefix(text: str) -> tuple[str, ...]:
 def _descendants(pid: int) -> list[int]:
     """Every process below ``pid``, through /proc."""
     parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
             continue
         try:
-            text = Path(f"/proc/{entry}/stat").read_text()
+            text = (entry / "stat").read_text()
         except OSError:
-            continue
-        parents.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(int(entry))
+            continue  # gone already
+        parents.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(int(entry.name))
     found, queued = [], [pid]
     while queued:
         children = parents.get(queued.pop(), [])

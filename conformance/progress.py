@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,7 +36,7 @@ class Live:
         )
         self._task = self._progress.add_task("starting", total=total)
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

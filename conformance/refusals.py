@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvtransport.errors import UnsupportedError
-
 from kvtransport_conformance import flags
 from kvtransport_conformance.context import NotSupported, Ranges
 
@@ -55,6 +54,7 @@ def op_refused(ctx: Context, op: str) -> None:
 
 
 def notify_refused(ctx: Context) -> None:
+    """A transfer with a notification is refused."""
     scene = ctx.scene(4096)
     ctx.raises(
         UnsupportedError,

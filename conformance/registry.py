@@ -138,5 +138,5 @@ _GROUPS = (
 
 
 def _catalogue(check_id: str) -> tuple[int, str]:
-    group = check_id.split("-")[0]
+    group = check_id.split("-", maxsplit=1)[0]
     return (_GROUPS.index(group) if group in _GROUPS else len(_GROUPS), check_id)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _INODE = re.compile(r"\[\d+\]|\d+")
-_SHARED = ("/memfd:", "/dev/shm/")
+_SHM = "/dev/shm"  # noqa: S108  # looked at, never written
+_SHARED = ("/memfd:", f"{_SHM}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _descriptors() -> Counter[str]:
     kinds: Counter[str] = Counter()
     for number in _list("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{number}")
+            target = str(Path(f"/proc/self/fd/{number}").readlink())
         except OSError:
             continue  # the descriptor of this very listing
         kinds[_INODE.sub("", target)] += 1
@@ -111,12 +112,12 @@ def _mappings() -> Counter[str]:
 def _shm_files() -> frozenset[str]:
     # Semaphores are left out: glibc maps them under another name, so that nobody
     # can tell whose they are.
-    return frozenset(name for name in _list("/dev/shm") if not name.startswith("sem."))
+    return frozenset(name for name in _list(_SHM) if not name.startswith("sem."))
 
 
 def _in_use(name: str) -> bool:
     """Whether another process has a file of /dev/shm open or mapped: then it is theirs."""
-    path = f"/dev/shm/{name}"
+    path = f"{_SHM}/{name}"
     if not Path(path).exists():
         return True
     for process in _list("/proc"):
@@ -132,6 +133,6 @@ def _in_use(name: str) -> bool:
 
 def _list(path: str) -> list[str]:
     try:
-        return os.listdir(path)
+        return [entry.name for entry in Path(path).iterdir()]
     except OSError:
         return []

@@ -33,15 +33,13 @@ class CheckResult:
             "level": level,
             "revision": revision,
         }
-        for key, value in (
-            ("why", self.why),
-            ("residue", list(self.residue)),
-            ("detail", self.detail),
-            ("logs", list(self.logs)),
-        ):
-            if value:
-                entry[key] = value
-        return entry
+        optional = {
+            "why": self.why,
+            "residue": list(self.residue),
+            "detail": self.detail,
+            "logs": list(self.logs),
+        }
+        return entry | {key: value for key, value in optional.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvtransport_conformance.context import Settings
 from kvtransport_conformance.pair import ChildDied, ChildFailed, ChildHung, Graded, Pair
@@ -39,6 +40,7 @@ MAX_LOGS = 20
 def no_network(fault: str) -> bool | None:
     """Network faults of a run without namespaces of its own: there are none."""
     del fault
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Session:
             words += [flag, shlex.join(prefix)] if prefix else []
         return shlex.join([*words, "--seed", str(self.plan.seed)])
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,9 +194,9 @@ class Session:
         result = self._without_running(check) or self._run(check)
         waiver = self.options.waivers.get(check.id)
         if waiver is not None:
-            from datetime import datetime, timezone
+            from datetime import datetime
 
-            result = waiver.apply(result, datetime.now(timezone.utc).date())
+            result = waiver.apply(result, datetime.now(UTC).date())
         self.results[check.id] = result
         return result
 
@@ -215,9 +217,7 @@ class Session:
         began = time.monotonic()
         try:
             pair = self._ready_pair()
-            verdict = pair.run(
-                self._request(check), check.timeout_s * self.options.watchdog_scale
-            )
+            verdict = pair.run(self._request(check), check.timeout_s * self.options.watchdog_scale)
         except ChildDied as error:
             return self._lost(Status.CRASH, str(error), began)
         except ChildHung as error:

@@ -22,7 +22,6 @@ from kvtransport.layout.blocks import Pair
 from kvtransport.peer import Peer, RemoteRegion
 from kvtransport.region import Region
 from kvtransport.transfer import Transfer
-
 from kvtransport_conformance.load import Load
 from kvtransport_conformance.loading import Loaded, open_agent
 from kvtransport_conformance.memory import Memory, allocate
@@ -154,7 +153,7 @@ class Station(PastTheCore, Load):
         return self.memory[name].peek(offset, nbytes)
 
     def digest(self, name: str) -> str:
-        return hashlib.blake2b(self.memory[name].dump(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.memory[name].dump().data, digest_size=16).hexdigest()
 
     def mismatch(self, name: str, expected: Sequence[Any]) -> str:
         return self.memory[name].mismatch(expected)
@@ -293,6 +292,7 @@ class Station(PastTheCore, Load):
             found += self.notifications()
             time.sleep(_IDLE_S)
         return found
+
 
 def in_thread(function: Callable[[], None], name: str) -> threading.Thread:
     """Start a daemon thread for a check; the check joins it."""

@@ -95,9 +95,7 @@ class Tap(Layer):
         with self._call():
             self.inner.drop_peer(peer_id)
 
-    def post(
-        self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None
-    ) -> None:
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         self.attempts += 1
         started = time.monotonic()
         with self._call():
@@ -169,4 +167,3 @@ class Tap(Layer):
         finally:
             with self._lock:
                 self._inside[thread] -= 1
-

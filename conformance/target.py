@@ -144,7 +144,9 @@ def _by_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot import {name!r} (from {error.name}): is it installed?") from error
+        raise ConfigError(
+            f"cannot import {name!r} (from {error.name}): is it installed?"
+        ) from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -207,7 +209,7 @@ def target_wire(target: Target) -> dict[str, Any]:
             **{key: getattr(target, key) for key in _ABOUT},
         }
     for name, module in list(sys.modules.items()):
-        for attribute, value in list(vars(module).items()) if module else ():
+        for attribute, value in list(vars(module).items()):
             if value is target:
                 location = module.__file__ if name.startswith(("_", "test")) else name
                 return {"ref": f"{location}:{attribute}"}

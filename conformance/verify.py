@@ -46,8 +46,10 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """What is no fault of the report but limits what this suite can say about it."""
     if report["suite"]["version"] != SUITE_VERSION:
         return [
-            f"made by suite {report['suite']['version']}, this is {SUITE_VERSION}: "
-            "its plan and sources were not compared"
+            (
+                f"made by suite {report['suite']['version']}, this is {SUITE_VERSION}: "
+                "its plan and sources were not compared"
+            )
         ]
     if report["suite"]["digest"] != suite_digest():
         return ["made by other sources of this suite version: a changed or a newer suite"]

@@ -25,9 +25,11 @@ def describe(error: BaseException) -> dict[str, Any]:
 def revive(described: dict[str, Any]) -> Exception:
     """Build an exception of the described class; ``ForeignError`` for unknown ones."""
     cls = getattr(errors, described["type"], None)
-    if not described["ours"] or not isinstance(cls, type):
+    if not described["ours"] or not (
+        isinstance(cls, type) and issubclass(cls, errors.KVTransportError)
+    ):
         return ForeignError(f"{described['type']}: {described['message']}")
-    error: errors.KVTransportError = cls.__new__(cls)
+    error: errors.KVTransportError = Exception.__new__(cls)
     errors.KVTransportError.__init__(error, described["message"])
     if described["capability"] is not None:
         error.capability = described["capability"]  # type: ignore[attr-defined]

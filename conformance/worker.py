@@ -66,7 +66,6 @@ def _run(message: dict[str, Any], process: Any, hub: Any) -> dict[str, Any]:
 
 def _verdict(ctx: Any) -> tuple[str, str]:
     from kvtransport.errors import KVTransportError
-
     from kvtransport_conformance import refusals
     from kvtransport_conformance.context import CheckFailed, NotSupported, NotVerified
     from kvtransport_conformance.hub import PeerGoneError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvtransport.errors import UnsupportedError
-
 from kvtransport_conformance.checks.quiet import catch_in_flight, ended_state, stays_as_filled
 from kvtransport_conformance.context import Context, Ranges
 from kvtransport_conformance.registry import check
@@ -80,9 +79,7 @@ def siblings_unaffected(ctx: Context) -> None:
     part = half // 8
     starts = [part * number for number in range(8)]
     victim = scene.post(ctx.op, Ranges.of(starts, list(reversed(starts)), [part] * 8))
-    others = [
-        scene.post(ctx.op, Ranges.of([half + at], [half + at], [part])) for at in starts
-    ]
+    others = [scene.post(ctx.op, Ranges.of([half + at], [half + at], [part])) for at in starts]
     ctx.a.cancel(victim)
     ctx.detail["victim"] = ended_state(ctx, victim, BOUND_S)
     for number in others:

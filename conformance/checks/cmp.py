@@ -9,23 +9,18 @@ import numpy as np
 
 from kvtransport.errors import (
     ClosedError,
-    KVTransportError,
     RegionBusyError,
     TransferTimeoutError,
 )
 from kvtransport.events import TransferEvent
-
 from kvtransport_conformance.checks.quiet import catch_in_flight, stays_as_filled
-from kvtransport_conformance.context import BLANK, Context, Ranges
-from kvtransport_conformance.patterns import Expected, Overlay, Pattern
+from kvtransport_conformance.context import Context, Ranges
 from kvtransport_conformance.registry import check
 
 SIZE = 1 << 16
 
 
-@check(
-    "CMP-01", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True
-)
+@check("CMP-01", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True)
 def exactly_once(ctx: Context) -> None:
     """Every transfer has one terminal event, at the backend and at the user."""
     scene = ctx.scene(SIZE)
@@ -44,9 +39,7 @@ def exactly_once(ctx: Context) -> None:
             if isinstance(event, TransferEvent)
         )
     ctx.pause_polling(0.3, seen)
-    ctx.expect(
-        set(seen) == set(numbers), f"{len(set(numbers) - set(seen))} transfers never ended"
-    )
+    ctx.expect(set(seen) == set(numbers), f"{len(set(numbers) - set(seen))} transfers never ended")
     ctx.expect(max(seen.values()) == 1, f"a transfer ended {max(seen.values())} times")
     tap = station.tap
     twice = [ticket for ticket, count in tap.completions.items() if count != 1]
@@ -80,9 +73,7 @@ def done_means_visible(ctx: Context) -> None:
             scene.blank(op)
 
 
-@check(
-    "CMP-03", level="core", profiles=["KVT-BASE", "KVT-SCALE"], needs=["op"], first_release=True
-)
+@check("CMP-03", level="core", profiles=["KVT-BASE", "KVT-SCALE"], needs=["op"], first_release=True)
 def poll_does_not_block(ctx: Context) -> None:
     """``poll`` returns within 50 ms in 99 of 100 calls, idle and under load."""
     size = ctx.settings.max_bytes // 4
@@ -242,5 +233,3 @@ def partial_post_failure(ctx: Context) -> None:
     )
     sink = scene.ends(ctx.op)[2]
     stays_as_filled(ctx, sink, "after a partly posted transfer had failed")
-
-

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from kvtransport.errors import (
     KVTransportError,
     UnsupportedError,
 )
-
 from kvtransport_conformance.context import BLANK, CheckFailed, Context, NotVerified, Ranges, Scene
 from kvtransport_conformance.model import ModelRun
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
@@ -73,7 +73,7 @@ def threads_as_declared(ctx: Context) -> None:
     if ctx.caps["threading"] == "single":
         _single_refuses(ctx, work, errors)
         return
-    run_threads(ctx, [lambda i=i: work(i) for i in range(8)])
+    run_threads(ctx, [partial(work, index) for index in range(8)])
     ctx.expect(not errors, f"{len(errors)} threads failed: {errors[:2]}")
     scene.arrived(ctx.op, Ranges.whole(8 * block))
     if ctx.caps["threading"] != "concurrent":
@@ -102,9 +102,7 @@ def run_threads(ctx: Context, jobs: list[Callable[[], None]], patience_s: float 
     ctx.expect(not stuck, f"threads {stuck} did not finish within {patience_s:g} s")
 
 
-@check(
-    "CON-03", level="core", profiles=["KVT-BASE", "KVT-SCALE"], needs=["op"], first_release=True
-)
+@check("CON-03", level="core", profiles=["KVT-BASE", "KVT-SCALE"], needs=["op"], first_release=True)
 def both_directions(ctx: Context) -> None:
     """Both sides transfer at the same time, into each other's memory."""
     scene = ctx.scene(SIZE)

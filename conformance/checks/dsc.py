@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from kvtransport.backend import Op
 from kvtransport.errors import DescriptorError, LengthMismatchError
 from kvtransport.layout.blocks import BlockTable, Pair
-
 from kvtransport_conformance.context import BLANK, Context, Ranges, Scene
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
 from kvtransport_conformance.registry import check
@@ -28,9 +29,7 @@ def aligned(ctx: Context, nbytes: int) -> int:
     return -(-nbytes // ctx.align) * ctx.align
 
 
-@check(
-    "DSC-01", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True
-)
+@check("DSC-01", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True)
 def single_contiguous(ctx: Context) -> None:
     """One descriptor inside a region moves exactly its bytes."""
     scene = ctx.scene(SIZE)
@@ -111,7 +110,7 @@ def length_mismatch_refused(ctx: Context) -> None:
     for piece in ([[0, 64], [0], [64]], [[0], [0, 64], [64]], [[0, 64], [0, 64], [64, 64, 64]]):
         ctx.raises(
             LengthMismatchError,
-            lambda piece=piece: ctx.a.move(ctx.op, [[local, remote, *piece]]),
+            partial(ctx.a.move, ctx.op, [[local, remote, *piece]]),
             "vectors of unequal length",
         )
     station = ctx.a.station
@@ -148,7 +147,7 @@ def overlapping_destination_refused(ctx: Context) -> None:
     unit = aligned(ctx, 64)
     for at in ([0, 0], [0, unit], [unit, 0]):
         ranges = Ranges.of([0, 4 * unit], at, [2 * unit, 2 * unit])
-        ctx.raises(DescriptorError, lambda r=ranges: scene.move(ctx.op, r), f"destinations {at}")
+        ctx.raises(DescriptorError, partial(scene.move, ctx.op, ranges), f"destinations {at}")
     ctx.expect(not ctx.a.station.tap.attempts, "the refused transfer reached the backend")
     scene.untouched(ctx.op)
 
@@ -198,7 +197,9 @@ def prepared_list_reuse(ctx: Context) -> None:
     station = ctx.a.station
     peer = station.peers["peer"]
     local, remote = ("src", "dst") if ctx.op == "write" else ("dst", "src")
-    pair = Pair.ranges(station.regions[local], [0, 8192], peer.region(remote), [0, 8192], [4096, 4096])
+    pair = Pair.ranges(
+        station.regions[local], [0, 8192], peer.region(remote), [0, 8192], [4096, 4096]
+    )
     plan = station.agent.prepare(Op(ctx.op), peer, [pair])
     held: list[list[str]] = []
     for number in range(1000):

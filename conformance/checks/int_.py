@@ -8,7 +8,6 @@ import numpy as np
 
 from kvtransport.errors import KVTransportError
 from kvtransport.events import TransferEvent
-
 from kvtransport_conformance.checks.quiet import post_or_error
 from kvtransport_conformance.context import BLANK, Context, Ranges, Scene
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern

@@ -7,9 +7,11 @@ import struct
 import tempfile
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 from kvtransport import metadata
+from kvtransport.backend import API_VERSION
 from kvtransport.errors import (
     IncompatiblePeerError,
     KVTransportError,
@@ -19,7 +21,6 @@ from kvtransport.errors import (
     StaleDescriptorError,
     UnsupportedError,
 )
-
 from kvtransport_conformance.context import Context, Ranges
 from kvtransport_conformance.registry import check
 
@@ -53,7 +54,7 @@ def garbage_bytes(ctx: Context) -> None:
         blob = _damaged(ctx, real, number)
         ctx.raises(
             (MalformedMetadataError, IncompatiblePeerError),
-            lambda blob=blob: ctx.a.add_peer(blob, "bad"),
+            partial(ctx.a.add_peer, blob, "bad"),
             f"damaged metadata number {number} of {len(blob)} bytes",
         )
     body = ctx.b.raw_export()
@@ -95,9 +96,9 @@ def version_mismatch(ctx: Context) -> None:
     """Other versions are refused naming both, before anything else is decoded."""
     ctx.a.open()
     real = ctx.b.metadata()
-    for offset, version in ((4, metadata.SCHEMA_VERSION), (6, metadata.API_VERSION)):
+    for offset, version in ((4, metadata.SCHEMA_VERSION), (6, API_VERSION)):
         blob = _with_version(real, offset, version + 41)
-        error = ctx.raises(IncompatiblePeerError, lambda blob=blob: ctx.a.add_peer(blob), "version")
+        error = ctx.raises(IncompatiblePeerError, partial(ctx.a.add_peer, blob), "version")
         for word in (str(version + 41), str(version)):
             ctx.expect(word in str(error), f"the refusal does not name {word}: {error}")
     station = ctx.local("foreign").station
@@ -195,9 +196,7 @@ def removed_peer_refused(ctx: Context) -> None:
     ctx.a.remove_peer("peer")
     agent = ctx.a.station.agent
     call = agent.write if ctx.op == "write" else agent.read
-    ctx.raises(
-        (StaleDescriptorError, PeerLostError), lambda: call(peer, pairs), "a removed peer"
-    )
+    ctx.raises((StaleDescriptorError, PeerLostError), lambda: call(peer, pairs), "a removed peer")
     ctx.a.add_peer(blob)
     scene.move(ctx.op, Ranges.whole(SIZE))
     scene.arrived(ctx.op, Ranges.whole(SIZE), "after the peer was added again")
@@ -251,7 +250,7 @@ def safe_decoding(ctx: Context) -> None:
         bomb = pickle.dumps(_Bomb(str(bait)))
         code = f"__import__('pathlib').Path({str(bait)!r}).touch()".encode()
         for payload in (bomb, code):
-            ctx.raises(PeerError, lambda p=payload: ctx.a.add_peer(p), "executable metadata")
+            ctx.raises(PeerError, partial(ctx.a.add_peer, payload), "executable metadata")
             error = ctx.a.raw_import(payload)
             ctx.expect(error is not None, "the backend accepted executable bytes as a peer")
             ctx.expect(not bait.exists(), "decoding metadata executed what it contains")

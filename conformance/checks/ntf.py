@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvtransport.errors import KVTransportError, UnsupportedError
-
-from kvtransport_conformance.checks.quiet import catch_in_flight, ended_state
-from kvtransport_conformance.context import BLANK, Context, NotVerified, Ranges, Scene
+from kvtransport.errors import UnsupportedError
+from kvtransport_conformance.checks.quiet import ended_state
+from kvtransport_conformance.context import BLANK, Context, Ranges, Scene
 from kvtransport_conformance.patterns import Pattern
 from kvtransport_conformance.registry import check
-from kvtransport_conformance.sides import Side
 
 _NOTIFY = {"KVT-NOTIFY": "core"}
 _SLOTS = 64
@@ -37,7 +35,8 @@ def payload_roundtrip(ctx: Context) -> None:
 
 
 @check(
-    "NTF-02", level="extended", profiles=_NOTIFY, needs=["notify", "notify_after_data", "ops.write"],
+    "NTF-02", level="extended", profiles=_NOTIFY,
+    needs=["notify", "notify_after_data", "ops.write"],
     covers=["notify_after_data"], first_release=True, timeout_s=120,
     why="EFA's SRD is unordered, so a message can overtake the data it announces",
 )  # fmt: skip
@@ -231,5 +230,3 @@ def lost_notify_is_bounded(ctx: Context) -> None:
         result["state"] == "quarantined" and result["raised"]["type"] == "TransferTimeoutError",
         f"without an acknowledgement the transfer ended as {result}",
     )
-
-

@@ -56,9 +56,7 @@ def flush_makes_visible(ctx: Context) -> None:
     scene = ctx.scene(size)
     part = size // parts
     for op in ctx.ops:
-        numbers = [
-            scene.post(op, Ranges.of([part * n], [part * n], [part])) for n in range(parts)
-        ]
+        numbers = [scene.post(op, Ranges.of([part * n], [part * n], [part])) for n in range(parts)]
         for number in numbers:
             ctx.a.wait(number)
         _, _, sink, pattern = scene.ends(op)
@@ -69,9 +67,7 @@ def flush_makes_visible(ctx: Context) -> None:
         scene.arrived(op, Ranges.whole(size))
 
 
-@check(
-    "ORD-04", level="extended", profiles={"KVT-READ": "core"}, needs=["ops.read", "ops.write"]
-)
+@check("ORD-04", level="extended", profiles={"KVT-READ": "core"}, needs=["ops.read", "ops.write"])
 def read_after_write_same_range(ctx: Context) -> None:
     """A read after a write is DONE returns what was written, every time."""
     size = 1 << 16
@@ -88,7 +84,8 @@ def read_after_write_same_range(ctx: Context) -> None:
 def reorder_fuzz(ctx: Context) -> None:
     """Completions delivered in any order give the same bytes and end every transfer."""
     ctx.a.open(
-        narrow={"max_descriptors": 4}, faults={"reorder": True, "delay_polls": 5, "seed": ctx.seed % (1 << 31)}
+        narrow={"max_descriptors": 4},
+        faults={"reorder": True, "delay_polls": 5, "seed": ctx.seed % (1 << 31)},
     )
     size = 1 << 18
     scene = ctx.scene(size)

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from kvtransport.errors import KVTransportError, PeerLostError, StaleDescriptorError
-
 from kvtransport_conformance.checks.con import slots
 from kvtransport_conformance.checks.quiet import REUSED, post_or_error, stays_as_filled
 from kvtransport_conformance.context import Context, NotVerified, Ranges, Scene
@@ -19,6 +18,7 @@ DEFAULT_BOUND_S = 30.0
 
 
 def bound_s(ctx: Context) -> float:
+    """Seconds within which a dead peer must be noticed."""
     declared = ctx.caps["detection_bound_s"]
     return DEFAULT_BOUND_S if declared is None else float(declared)
 
@@ -42,9 +42,7 @@ def target_killed(ctx: Context) -> None:
         ctx.detail[op] = f"{kinds[-1]} after {took:.2f} s"
         if not ctx.supports("failure_detection"):
             continue
-        ctx.expect(
-            "PeerLostError" in kinds, f"{op}: the death of the peer was reported as {kinds}"
-        )
+        ctx.expect("PeerLostError" in kinds, f"{op}: the death of the peer was reported as {kinds}")
         limit = bound_s(ctx)
         ctx.expect(took <= limit + 1.0, f"{op}: detection took {took:.1f} s, declared {limit} s")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtransport.errors import KVTransportError
-
 from kvtransport_conformance.context import CheckFailed, Ranges
 from kvtransport_conformance.patterns import Expected, Pattern
 

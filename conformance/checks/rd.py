@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvtransport.errors import UnsupportedError
-
 from kvtransport_conformance import refusals
 from kvtransport_conformance.checks.sweeps import matrix, only_named_bytes, size_sweep
 from kvtransport_conformance.context import BLANK, Context, Ranges

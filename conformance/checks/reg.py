@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from kvtransport.errors import (
     RegistrationLimitError,
     UnsupportedError,
 )
-
 from kvtransport_conformance.context import BLANK, Context, NotVerified, Ranges
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
 from kvtransport_conformance.registry import check
@@ -61,7 +61,8 @@ def overlapping_regions(ctx: Context) -> None:
         for name, at in (("half", 0), ("src", half)):
             piece = [name, "dst", [at], [at], [half]]
             if ctx.op == "read":
-                return _overlap_read(ctx)
+                _overlap_read(ctx)
+                return
             ctx.a.move(ctx.op, [piece])
     scene.arrived(ctx.op, Ranges.whole(SIZE))
 
@@ -95,7 +96,8 @@ def odd_base_and_length(ctx: Context) -> None:
         if ctx.align > 1 and (size % ctx.align or skip % ctx.align):
             one.alloc("src", size, BLANK.wire(), skip=skip)
             if skip % ctx.align:
-                ctx.raises(RegistrationError, lambda: one.register("src"), f"base offset {skip}")
+                register = partial(one.register, "src")
+                ctx.raises(RegistrationError, register, f"base offset {skip}")
             continue
         scene = ctx.scene(size, one=one, other=other, skip=skip)
         scene.move(ctx.op, Ranges.whole(size))
@@ -120,7 +122,7 @@ def partial_batch_rolls_back(ctx: Context) -> None:
         kit = ctx.a.station.loaded.kit()
         ctx.raises(
             RegistrationError,
-            lambda buffers=buffers: agent.register_many(buffers, kind=kit.kind, device=kit.device),
+            partial(agent.register_many, buffers, kind=kit.kind, device=kit.device),
             f"a batch whose buffer {bad} is empty",
         )
         held = ctx.a.held_regions()
@@ -231,7 +233,7 @@ def wrong_kind_refused(ctx: Context) -> None:
     )
     if kinds and any(kit.kind in kinds and kit.device_info().get("driver")
                      for kit in ctx.a.station.loaded.target.memory):  # fmt: skip
-        kind = sorted(kinds)[0]
+        kind = min(kinds)
         ctx.raises(
             (UnsupportedError, RegistrationError),
             lambda: agent.register(buffer, kind=kind),
@@ -271,5 +273,3 @@ def region_over_4gib(ctx: Context) -> None:
         want = Expected(BLANK, (Overlay(pattern, (0,), (0,), (SIZE,)),))
         ctx.same(ctx.b, "dst", want, f"read back from offset {far}")
     del scene
-
-

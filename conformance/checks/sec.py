@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 
 from kvtransport.errors import DescriptorError, OutOfBoundsError
-
 from kvtransport_conformance.context import BLANK, Context, NotVerified, Ranges
 from kvtransport_conformance.listeners import is_loopback
 from kvtransport_conformance.patterns import Expected, Pattern
@@ -29,9 +29,7 @@ def local_bounds(ctx: Context) -> None:
     ):  # fmt: skip
         ctx.raises(
             (OutOfBoundsError, DescriptorError),
-            lambda v=(low, far, size): ctx.a.move(
-                ctx.op, [[local, remote, [v[0]], [v[1]], [v[2]]]]
-            ),
+            partial(ctx.a.move, ctx.op, [[local, remote, [low], [far], [size]]]),
             f"local offset {low}, remote offset {far}, {size} bytes",
         )
     ctx.expect(not ctx.a.station.tap.attempts, "a refused transfer reached the backend")
@@ -197,5 +195,3 @@ def _leaks(text: str, body: bytes) -> str:
         if any(form in text for form in forms):
             return f"{window[:4].hex()}..."
     return ""
-
-

@@ -7,7 +7,6 @@ import time
 import numpy as np
 
 from kvtransport.errors import ClosedError
-
 from kvtransport_conformance.checks.quiet import catch_in_flight
 from kvtransport_conformance.context import Context, NotVerified, Ranges
 from kvtransport_conformance.registry import check
@@ -35,7 +34,7 @@ def close_idempotent(ctx: Context) -> None:
     noisy=True,
 )  # fmt: skip
 def close_in_flight(ctx: Context) -> None:
-    """Closing with transfers in flight drains them, or raises ``UndrainedError`` and keeps memory."""
+    """Closing with transfers in flight drains them, or raises ``UndrainedError``."""
     size = ctx.settings.max_bytes // 4
     caught = 0
     for cycle in range(3):
@@ -101,9 +100,7 @@ def _cycle(ctx: Context, blob: bytes) -> None:
     ctx.expect(not complaint, f"close complained: {complaint}")
 
 
-@check(
-    "TD-04", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True, timeout_s=60
-)
+@check("TD-04", level="core", profiles=["KVT-BASE"], needs=["op"], first_release=True, timeout_s=60)
 def fds_threads_shm_baseline(ctx: Context) -> None:
     """Closing gives back every descriptor, thread, mapping and shared memory file."""
     for _ in range(3):

@@ -10,7 +10,8 @@ from kvtransport_conformance.render import words
 
 _STYLE = """
 :root { color-scheme: light dark; --good: #1a7f37; --bad: #cf222e; --open: #9a6700; --line: #8884; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto;
+  padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .25rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line);
@@ -18,7 +19,8 @@ th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--
 code, pre { font: .85rem ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap; }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 .open { color: var(--open); } .note { overflow-wrap: anywhere; }
-.banner { border: 1px solid var(--open); border-radius: .4rem; padding: .6rem .9rem; margin: 1rem 0; }
+.banner { border: 1px solid var(--open); border-radius: .4rem; padding: .6rem .9rem;
+  margin: 1rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { opacity: .7; } dd { margin: 0; overflow-wrap: anywhere; }
 details pre { padding: .6rem; border: 1px solid var(--line); border-radius: .4rem; }

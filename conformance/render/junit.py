@@ -32,17 +32,15 @@ def to_junit(report: Mapping[str, Any]) -> str:
     suite.set("tests", str(len(report["checks"])))
     for name, value in totals.items():
         suite.set(name, str(value))
-    for name, value in (
+    properties = ET.Element("properties")
+    suite.insert(0, properties)
+    for name, text in (
         ("tier", report["environment"]["tier"]),
         ("why_tier", report["environment"]["why_tier"]),
         ("result", report["result"]),
         ("seed", str(report["suite"]["seed"])),
     ):
-        properties = suite.find("properties")
-        if properties is None:
-            properties = ET.Element("properties")
-            suite.insert(0, properties)
-        ET.SubElement(properties, "property", name=name, value=_clean(value))
+        ET.SubElement(properties, "property", name=name, value=_clean(text))
     ET.indent(suite)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(suite, "unicode") + "\n"
 

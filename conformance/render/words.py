@@ -33,6 +33,7 @@ def hardware(report: Mapping[str, Any]) -> str:
 
 
 def failed_checks(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Checks that failed or leaked, by id."""
     return [
         (key, entry)
         for key, entry in sorted(report["checks"].items())

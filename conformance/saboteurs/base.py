@@ -28,11 +28,11 @@ class BrokenBackend(Layer):
         self._private = self.PRIVATE
 
     @classmethod
-    def probe(cls, config: Any) -> Probe:  # type: ignore[override]  # a class method again
+    def probe(cls, config: Any) -> Probe:
         return registry.load("host").probe(config)
 
     @classmethod
-    def capabilities(cls, config: Any) -> Capabilities:  # type: ignore[override]
+    def capabilities(cls, config: Any) -> Capabilities:
         return registry.load("host").capabilities(config)
 
     def extra_post(self, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None = None) -> int:
@@ -44,6 +44,16 @@ class BrokenBackend(Layer):
 
 Patch = Callable[[Any], Any]
 """Gets the original function and returns what replaces it."""
+
+
+def patches(**by_name: tuple[str, Patch]) -> MappingProxyType[str, Patch]:
+    """``name=(reference, patch)``; the name only documents."""
+    return MappingProxyType(dict(by_name.values()))
+
+
+def always(value: Any) -> Patch:
+    """Replace a function by one that returns ``value``."""
+    return lambda _original: lambda *_args, **_options: value
 
 
 class BrokenCore(Agent):

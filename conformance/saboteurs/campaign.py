@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from kvtransport.errors import ConfigError
-
 from kvtransport_conformance.context import Settings
 from kvtransport_conformance.plan import make_plan
 from kvtransport_conformance.registry import all_checks

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from kvtransport.backend import Blocks, Completion, Event, Op
 from kvtransport.errors import BackpressureError, PeerLostError, TransferCancelledError
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 MIB = 1 << 20
@@ -162,7 +161,7 @@ class CancelsAll(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
     def cancel(self, ticket: int) -> None:
-        for other in sorted(self._open):
+        for other in sorted({ticket, *self._open}):
             self.inner.cancel(other)
 
     def poll(self) -> Sequence[Event]:
@@ -208,6 +207,4 @@ class FailsEverything(BrokenBackend):
     """Refuses every transfer with a typed error."""
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        raise PeerLostError("no")
-
-
+        raise PeerLostError(f"no: {ticket}, {op}, {peer_id}, {len(blocks)}, {notify!r:.20}")

@@ -6,37 +6,21 @@ Each replaces one function of ``kvtransport`` in its own process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from kvtransport import metadata
-from kvtransport.backend import Blocks, Op
+from kvtransport.backend import Op
+from kvtransport.capabilities import Ops
 from kvtransport.errors import (
-    IncompatiblePeerError,
     KVTransportError,
-    MalformedMetadataError,
     StaleDescriptorError,
     TransferFailedError,
 )
 from kvtransport.region import Region
 from kvtransport.transfer import Transfer, TransferState
-
-from kvtransport_conformance.saboteurs.base import BrokenBackend, BrokenCore, Patch, saboteur
-
-
-def patches(**by_name: tuple[str, Patch]) -> MappingProxyType[str, Patch]:
-    """``name=(reference, patch)``; the name only documents."""
-    return MappingProxyType(dict(by_name.values()))
-
-
-def always(value: Any) -> Patch:
-    """Replace a function by one that returns ``value``."""
-    return lambda _original: lambda *_args, **_options: value
-
+from kvtransport_conformance.saboteurs.base import BrokenCore, always, patches, saboteur
 
 # Registration -----------------------------------------------------------------------
 
@@ -114,17 +98,17 @@ class CutsToShortest(BrokenCore):
     """Cuts vectors of unequal length to the shortest, and blocks to the smaller ones."""
 
     patches = patches(
-        error=("kvtransport.planner:LengthMismatchError", lambda _: _TakenForGranted),
+        error=("kvtransport.planner:LengthMismatchError", lambda _: _SwallowedError),
     )
 
     def prepare(self, op: Op, peer: Any, pairs: Any) -> Any:
         try:
             return super().prepare(op, peer, pairs)
-        except _TakenForGranted:
+        except _SwallowedError:
             return super().prepare(op, peer, [])
 
 
-class _TakenForGranted(KVTransportError):
+class _SwallowedError(KVTransportError):
     """What ``CutsToShortest`` swallows."""
 
 
@@ -176,7 +160,7 @@ class AllowsAnyOp(BrokenCore):
 
     def __init__(self, backend: Any, **options: Any) -> None:
         super().__init__(backend, **options)
-        both = frozenset({"read", "write"})
+        both: Ops = frozenset({"read", "write"})
         self.capabilities = replace(self.capabilities, ops=both)
 
 
@@ -245,9 +229,9 @@ class Miscounts(BrokenCore):
     patches = patches(
         finished=(
             "kvtransport.stats:Counters.finished",
-            lambda original: lambda self, transfer: [
-                original(self, transfer) for _ in range(2)
-            ] and None,
+            lambda original: (
+                lambda self, transfer: [original(self, transfer) for _ in range(2)] and None
+            ),
         ),
     )
 
@@ -338,8 +322,10 @@ class CancelsInSilence(BrokenCore):
     patches = patches(
         cancel=(
             "kvtransport.inflight:InFlight.cancel",
-            lambda original: lambda self, transfer: (
-                None if self._capabilities.cancel == "none" else original(self, transfer)
+            lambda original: (
+                lambda self, transfer: (
+                    None if self._capabilities.cancel == "none" else original(self, transfer)
+                )
             ),
         ),
     )
@@ -359,151 +345,3 @@ class PostsAfterCancel(BrokenCore):
     """Posts the waiting parts of a transfer when it is cancelled."""
 
     patches = patches(drain=("kvtransport.inflight:InFlight.drain", _keep_parts))
-
-
-# Metadata and peers -------------------------------------------------------------------
-
-
-def _hide_versions(original: Any) -> Any:
-    def open_metadata(blob: bytes) -> Any:
-        try:
-            return original(blob)
-        except IncompatiblePeerError:
-            raise MalformedMetadataError("cannot read it") from None
-
-    return open_metadata
-
-
-@saboteur()
-class HidesVersions(BrokenCore):
-    """Calls another version's metadata malformed."""
-
-    patches = patches(opened=("kvtransport.peers:open_metadata", _hide_versions))
-
-
-@saboteur()
-class IgnoresFingerprint(BrokenCore):
-    """Imports peers with another model's fingerprint."""
-
-    patches = patches(
-        compatible=(
-            "kvtransport.peers:check_compatible",
-            lambda original: lambda header, wire, _ours: original(
-                header, wire, header.fingerprint
-            ),
-        ),
-    )
-
-
-@saboteur()
-class TrustsStaleHandles(BrokenCore):
-    """Takes a region of a former registration or incarnation for the present one."""
-
-    patches = patches(
-        knows=("kvtransport.peer:Peer.knows", always(True)),
-        usable=("kvtransport.peer:Peer.check_usable", always(None)),
-        current=("kvtransport.plan:Plan.check_current", always(None)),
-        known=("kvtransport.peers:PeerTable.check_known", always(None)),
-    )
-
-
-def _always_new(original: Any) -> Any:
-    def add(self: Any, blob: bytes) -> Any:
-        with contextlib.suppress(KVTransportError):
-            self._by_name.pop(metadata.open_metadata(blob)[0].name, None)
-        return original(self, blob)
-
-    return add
-
-
-@saboteur()
-class NewPeerEveryTime(BrokenCore):
-    """Makes a new peer of the same metadata."""
-
-    patches = patches(add=("kvtransport.peers:PeerTable.add", _always_new))
-
-
-@saboteur()
-class RemovesNobody(BrokenCore):
-    """Goes on working with a removed peer."""
-
-    def remove_peer(self, peer: Any, drain_s: float | None = None) -> None:
-        del peer, drain_s
-
-
-@saboteur()
-class ForgetsOldFormat(BrokenCore):
-    """Cannot decode what an older release wrote any more."""
-
-    patches = patches(
-        decoded=(
-            "kvtransport.metadata:open_metadata",
-            lambda original: lambda blob: _refuse_old(original(blob)),
-        ),
-    )
-
-
-def _refuse_old(found: Any) -> Any:
-    if found[0].name.startswith("gold"):
-        raise MalformedMetadataError("field 5 is missing")
-    return found
-
-
-# Threads, fork, close -------------------------------------------------------------------
-
-
-@saboteur()
-class NoLock(BrokenCore):
-    """Lets several threads into the backend at once."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._lock = self._posting._lock = _NoLock()  # type: ignore[assignment]
-
-
-class _NoLock:
-    """Looks like a lock."""
-
-    @contextlib.contextmanager
-    def _nothing(self) -> Iterator[None]:
-        yield
-
-    def __enter__(self) -> None:
-        """Lock nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        """Unlock nothing."""
-
-
-@saboteur()
-class SurvivesFork(BrokenCore):
-    """Works on in a forked child."""
-
-    patches = patches(fork=("kvtransport.gate:Gate.check_fork", always(None)))
-
-
-@saboteur()
-class ClosesAtOnce(BrokenCore):
-    """Closes without waiting for what is in flight, and without saying so."""
-
-    patches = patches(
-        release=("kvtransport.agent:drain_until", always(None)),
-        quarantine=("kvtransport.inflight:InFlight.quarantine", always(None)),
-    )
-
-
-class TruncatesMessages(BrokenBackend):
-    """Cuts long messages to the limit."""
-
-    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        cut = None if notify is None else notify[: 64 * 1024]
-        self.inner.post(ticket, op, peer_id, blocks, cut)
-
-
-@saboteur(backend=TruncatesMessages)
-class SendsOversize(BrokenCore):
-    """Accepts a message that is too long and sends its beginning."""
-
-    patches = patches(check=("kvtransport.posting:Posting._check_notify", always(None)))
-
-

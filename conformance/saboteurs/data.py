@@ -6,17 +6,18 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtransport.backend import Blocks, Completion, Event, Op, RegionSpec
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 MIB = 1 << 20
 
 
-def resized(blocks: Blocks, nbytes: np.ndarray) -> Blocks:  # type: ignore[type-arg]
+def resized(blocks: Blocks, nbytes: NDArray[Any]) -> Blocks:
     """The same descriptors with other lengths; empty ones are left out."""
     sizes = nbytes.astype(np.uint64)
     keep = sizes > 0
@@ -32,12 +33,12 @@ def resized(blocks: Blocks, nbytes: np.ndarray) -> Blocks:  # type: ignore[type-
 class Rewrites(BrokenBackend):
     """Base of saboteurs that change descriptors before they are posted."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         raise NotImplementedError
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         if len(blocks):
-            blocks = self.rewrite(op, blocks)
+            blocks = self.rewrite(blocks)
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
@@ -45,7 +46,7 @@ class Rewrites(BrokenBackend):
 class DropsTail(Rewrites):
     """Leaves out the last byte of every descriptor of 8,193 bytes, as a bad MTU split would."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         return resized(blocks, blocks.nbytes - (blocks.nbytes == 8193))
 
 
@@ -53,7 +54,7 @@ class DropsTail(Rewrites):
 class DropsLastPage(Rewrites):
     """Leaves out the last page of single descriptors of exactly 1 MiB."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if len(blocks) == 1 and blocks.nbytes[0] == MIB:
             return resized(blocks, blocks.nbytes - 4096)
         return blocks
@@ -63,7 +64,7 @@ class DropsLastPage(Rewrites):
 class Overruns(Rewrites):
     """Rounds descriptors of 7 bytes up to 8."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         return resized(blocks, blocks.nbytes + (blocks.nbytes == 7))
 
 
@@ -71,7 +72,7 @@ class Overruns(Rewrites):
 class FillsGaps(Rewrites):
     """Moves the gap as well when two blocks lie close to each other on both sides."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if len(blocks) < 2:
             return blocks
         here, there = np.diff(blocks.local_offset), np.diff(blocks.remote_offset)
@@ -85,7 +86,7 @@ class FillsGaps(Rewrites):
 class UniformLengths(Rewrites):
     """Takes the first descriptor's length for that of all when it is 1."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if len(blocks) > 1 and blocks.nbytes[0] == 1:
             return resized(blocks, np.ones(len(blocks)))
         return blocks
@@ -95,7 +96,7 @@ class UniformLengths(Rewrites):
 class IgnoresOffsets(Rewrites):
     """Reads and writes single descriptors of 10,000 bytes at the beginning of the region."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if len(blocks) == 1 and blocks.nbytes[0] == 10_000:
             return replace(blocks, local_offset=np.zeros(1, np.uint64))
         return blocks
@@ -105,7 +106,7 @@ class IgnoresOffsets(Rewrites):
 class SwapsTwoBlocks(Rewrites):
     """Exchanges the targets of the last two of at least 60 blocks."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if len(blocks) < 60 or blocks.nbytes[-1] != blocks.nbytes[-2]:
             return blocks
         offsets = blocks.remote_offset.copy()
@@ -117,7 +118,7 @@ class SwapsTwoBlocks(Rewrites):
 class Offsets32(Rewrites):
     """Cuts offsets to 32 bits."""
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         mask = np.uint64((1 << 32) - 1)
         return replace(
             blocks,
@@ -134,7 +135,7 @@ class WrongWayRound(Rewrites):
         self._peer_side = name.startswith("peer")
         self.inner.open(name, config)
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if not self._peer_side:
             return blocks
         sizes = blocks.nbytes.copy()
@@ -150,7 +151,7 @@ class ForgetsOneInThousand(Rewrites):
         super().__init__()
         self._count = count(1)
 
-    def rewrite(self, op: Op, blocks: Blocks) -> Blocks:
+    def rewrite(self, blocks: Blocks) -> Blocks:
         if next(self._count) % 1000 or blocks.nbytes[0] < 2:
             return blocks
         sizes = blocks.nbytes.copy()
@@ -285,7 +286,7 @@ class QuietsNaNs(BrokenBackend):
         if op is Op.WRITE and len(blocks) == 1 and blocks.nbytes[0] == 8 * MIB:
             spec = self._specs[int(blocks.local_region[0])]
             raw = (ctypes.c_uint64 * (spec.nbytes // 8)).from_address(spec.address)
-            words = np.frombuffer(raw, np.uint64)
+            words = np.frombuffer(memoryview(raw).cast("B"), np.uint64)
             nan = (words >> np.uint64(52)) == 0x7FF
             words[nan] |= np.uint64(1 << 51)
         self.inner.post(ticket, op, peer_id, blocks, notify)

@@ -15,7 +15,6 @@ from typing import Any
 from kvtransport import registry
 from kvtransport.backend import Blocks, Op, RegionSpec
 from kvtransport.capabilities import Capabilities
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur_target
 from kvtransport_conformance.target import HostMemory, MemoryKit, Target
 
@@ -35,7 +34,7 @@ class PretendedDevice(BrokenBackend):
     """The host backend under the pretended device's name."""
 
     @classmethod
-    def capabilities(cls, config: Any) -> Capabilities:  # type: ignore[override]
+    def capabilities(cls, config: Any) -> Capabilities:
         kinds = ("host", PRETENDED)
         pairs = frozenset((one, other) for one in kinds for other in kinds)
         return replace(registry.load("host").capabilities(config), memory=pairs)
@@ -92,9 +91,7 @@ def _kits(first: MemoryKit) -> tuple[MemoryKit, ...]:
     return (first, HostMemory())
 
 
-LosesContextTarget = Target(
-    backend=f"{_HERE}LosesDeviceContext", memory=_kits(PretendedMemory())
-)
+LosesContextTarget = Target(backend=f"{_HERE}LosesDeviceContext", memory=_kits(PretendedMemory()))
 StaleCacheTarget = Target(backend=_BACKEND, memory=_kits(StaleCacheMemory()))
 LeakyDeviceTarget = LeakyHooks(backend="host")
 IdleFaultTarget = IdleFault(backend="host")

@@ -14,7 +14,6 @@ from kvtransport import registry
 from kvtransport.backend import Blocks, Completion, Event, Op, RegionSpec
 from kvtransport.capabilities import Capabilities
 from kvtransport.errors import TransferFailedError
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 log = logging.getLogger("kvtransport.backends.saboteur")
@@ -48,7 +47,7 @@ class EvictsOldRegions(BrokenBackend):
         self._order: deque[int] = deque()
 
     @classmethod
-    def capabilities(cls, config: Any) -> Capabilities:  # type: ignore[override]
+    def capabilities(cls, config: Any) -> Capabilities:
         return replace(registry.load("host").capabilities(config), max_regions=8)
 
     def register(self, region: RegionSpec) -> None:

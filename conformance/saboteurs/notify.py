@@ -12,7 +12,6 @@ from kvtransport import registry
 from kvtransport.backend import Blocks, Completion, Event, Notification, Op
 from kvtransport.capabilities import Capabilities
 from kvtransport.plan import EMPTY
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 
@@ -146,7 +145,7 @@ class ClaimsOrder(BrokenBackend):
     """Declares order per peer, and delivers what came together backwards."""
 
     @classmethod
-    def capabilities(cls, config: Any) -> Capabilities:  # type: ignore[override]
+    def capabilities(cls, config: Any) -> Capabilities:
         return replace(registry.load("host").capabilities(config), ordering="per_peer")
 
     def __init__(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvtransport.backend import Blocks, Completion, Event, Op, PeerDown
 from kvtransport.errors import MalformedMetadataError, PeerLostError, RegionBusyError
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 
@@ -190,5 +189,3 @@ class PoisonedByDeath(Mourns):
         if self.dead_since:
             raise PeerLostError("endpoint is in error state")
         self.inner.post(ticket, op, peer_id, blocks, notify)
-
-

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kvtransport.backend import Blocks, Op, RegionSpec
-
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 log = logging.getLogger("kvtransport.backends.saboteur")

@@ -19,7 +19,7 @@ from kvtransport.lease.status import StatusClient
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def status(
     address: Annotated[str, typer.Argument(help="Control address, tcp://host:port.")],
     *,

@@ -2,7 +2,8 @@
 
 Run as a process of its own.  It prints the port it listens on.  Control paths:
 ``/_behave`` (how to answer from now on), ``/_seen`` (requests so far),
-``/_open`` (let requests that wait at the gate go on).
+``/_open`` (let requests that wait at the gate go on), ``/_drain`` (stop
+listening, finish what is under way).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ DEFAULTS = {
 class Engine:
     def __init__(self, name: str) -> None:
         self.name = name
+        self.listener: asyncio.Server | None = None
         self.seen: list[dict] = []
         self.behaviour = dict(DEFAULTS)
         self.gate = asyncio.Event()
@@ -75,6 +77,8 @@ class Engine:
             self.gate.set()
         elif path == "/_open":
             self.gate.set()
+        elif path == "/_drain":
+            self.listener.close()
         elif path == "/_seen":
             answer = {"requests": self.seen, "health_checks": self.health_checks}
         await reply(send, 200, answer)
@@ -201,9 +205,20 @@ def main() -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, int(port)))
     listener.listen(512)
+    asyncio.run(serve(Engine(name), listener))
+
+
+async def serve(engine: Engine, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        engine, log_level="error", lifespan="off", ws="none", timeout_keep_alive=60
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:  # noqa: ASYNC110 - it has no event to wait for
+        await asyncio.sleep(0.005)
+    engine.listener = server.servers[0]
     print(listener.getsockname()[1], flush=True)  # noqa: T201 - for whoever started it
-    config = uvicorn.Config(Engine(name), log_level="error", lifespan="off", ws="none")
-    asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
+    await task
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
 import signal
 import socket
 import threading
+import time
 
 import pytest
 
@@ -204,20 +206,56 @@ def test_a_frozen_decode_gives_its_requests_back(start):
     assert reply.headers["x-kvt-decode"] != first
 
 
-def test_a_silent_prefill_is_given_up_after_its_deadline(start):
-    router = start.cluster(1, 1, "--limit", "prefill-timeout=0.3")
-    router.prefills[0].behave(gate="before")
+def test_an_engine_that_shuts_down_may_finish_its_streams(start):
+    router = start.cluster(1, 1)
+    engine = router.decodes[0]
+    engine.behave(gate="after_first")
+    reply = router.open_chat()
+    pieces = reply.pieces()
+    received = next(pieces)
+    control = http.client.HTTPConnection(engine.host, engine.port, timeout=20)
+    control.request("POST", "/_drain")
+    control.getresponse().read()
+    router.wait_state(engine.name, "down")
+    time.sleep(1)  # several more refused probes
+    control.request("POST", "/_open")
+    control.getresponse().read()
+    control.close()
+    received += b"".join(pieces)
+    reply.close()
+    assert received.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_slow_prefill_is_given_up_after_its_deadline(start):
+    router = start.cluster(2, 1, "--limit", "prefill-timeout=0.3")
+    for engine in router.prefills:
+        engine.behave(gate="before")
     assert router.chat().status == 200
     assert router.metric("kvt_router_legs_total", leg="prefill", outcome="deadline") == 1
+    # The same work again would take as long on the other one.
+    assert sum(len(engine.seen) for engine in router.prefills) == 1
 
 
-def test_a_silent_decode_is_given_up_after_its_deadline(start):
-    router = start.cluster(1, 1, "--limit", "first-byte-timeout=0.3", "--limit", "idle-timeout=0.3")
-    router.decodes[0].behave(gate="after_headers")
+def test_a_slow_decode_is_given_up_after_its_deadline(start):
+    router = start.cluster(1, 2, "--limit", "first-byte-timeout=0.3")
+    for engine in router.decodes:
+        engine.behave(gate="after_headers")
     reply = router.chat(stream=True)
     assert reply.status == 504
     assert "took too long" in reply.json()["error"]["message"]
-    assert len(router.decodes[0].seen) == 1
+    assert sum(len(engine.seen) for engine in router.decodes) == 1
+
+
+def test_a_decode_that_pauses_too_long_in_its_answer_is_cut(start):
+    router = start.cluster(1, 1, "--limit", "idle-timeout=0.3")
+    router.decodes[0].behave(gate="after_first")
+    reply = router.open_chat()
+    received = b""
+    with pytest.raises(http.client.IncompleteRead):  # noqa: PT012 - pieces before the cut
+        for piece in reply.pieces():
+            received += piece
+    reply.close()
+    assert b"(deadline)" in received
 
 
 def test_an_engine_that_reports_itself_unhealthy_takes_no_traffic(cluster):

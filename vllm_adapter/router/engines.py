@@ -90,8 +90,13 @@ class Engine:
             state = min(state, State.SUSPECT)
         self.mark(state, why)
 
-    def mark(self, state: State, why: str) -> None:
-        """Lower the state; logs the change, wakes the prober, ends legs when down."""
+    def mark(self, state: State, why: str, *, abort: bool = False) -> None:
+        """Lower the state; logs the change and wakes the prober.
+
+        ``abort`` ends the legs under way.  An engine that shuts down refuses
+        connections while it finishes what it has, and a dead one's kernel
+        closes its connections: only silence needs it.
+        """
         if state < self.state:
             logger.warning("%s engine %s is %s: %s", self.role, self.name, state.name.lower(), why)
             self.state = state
@@ -99,6 +104,7 @@ class Engine:
         if state is State.DOWN:
             # Wall clock, because other replicas' bindings carry theirs.
             self.dropped_at = time.time()
+        if abort:
             for leg in list(self.legs):
                 leg.abort()
 

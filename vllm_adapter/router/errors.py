@@ -42,9 +42,16 @@ class EngineError(PeerError):
 
 
 class EngineUnreachableError(EngineError):
-    """No connection could be made; the engine takes no traffic until it answers."""
+    """No connection could be made; the engine takes no traffic until it answers.
+
+    ``refused`` says that its host is there and nobody listens.
+    """
 
     outcome = "unreachable"
+
+    def __init__(self, message: str, *, engine: str, refused: bool = False) -> None:
+        super().__init__(message, engine=engine)
+        self.refused = refused
 
 
 class EngineLostError(EngineError):

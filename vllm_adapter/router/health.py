@@ -75,12 +75,11 @@ class Prober:
             answer = await self._upstream.fetch(
                 engine, "/health", timeout_s=self._limits.probe_timeout_s
             )
-        except EngineUnreachableError as error:
-            engine.mark(State.DOWN, str(error))
-            return False
         except EngineError as error:
-            gone = misses >= _MISSES_UNTIL_DOWN
-            engine.mark(State.DOWN if gone else State.SUSPECT, str(error))
+            refused = isinstance(error, EngineUnreachableError) and error.refused
+            silent = misses >= _MISSES_UNTIL_DOWN and not refused
+            state = State.DOWN if refused or silent else State.SUSPECT
+            engine.mark(state, str(error), abort=silent)
             return False
         if answer.status == 200:
             engine.probed()

@@ -9,6 +9,7 @@ configured addresses are contacted.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 from types import TracebackType
 from typing import Self
@@ -190,7 +191,12 @@ class Leg:
     def _translated(self, error: Exception, timeout_s: float) -> EngineError:
         name = self.engine.name
         if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-            return EngineUnreachableError(f"{name} cannot be reached: {error}", engine=name)
+            cause = getattr(error, "os_error", None)
+            return EngineUnreachableError(
+                f"{name} cannot be reached: {error}",
+                engine=name,
+                refused=getattr(cause, "errno", None) == errno.ECONNREFUSED,
+            )
         if self._aborted:
             return EngineSilentError(f"{name} stopped answering its probes", engine=name)
         if isinstance(error, TimeoutError):

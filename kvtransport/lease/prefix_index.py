@@ -104,7 +104,10 @@ class PrefixIndex:
         return len(self._handles)
 
     def find(self, chain: bytes) -> Place:
-        """Where ``chain`` ends in the trie or leaves it."""
+        """Where ``chain`` ends in the trie or leaves it.
+
+        Behind the end of a chain its slices are empty, so they differ from any digest.
+        """
         groups = len(chain) // N
         node = self._root
         # Walking is faster than searching as long as the way is short.
@@ -116,7 +119,7 @@ class PrefixIndex:
                 return Place(node, start, self._version)
             end = child.end
             at = slice((end - 1) * N, end * N)
-            if end > groups or chain[at] != child.chain[at]:
+            if chain[at] != child.chain[at]:
                 return Place(child, self._inside(child, chain, start + 1), self._version)
             node = child
         return self._search(chain, groups, node)
@@ -133,7 +136,7 @@ class PrefixIndex:
                 continue
             node, end = found, found.end
             at = slice((end - 1) * N, end * N)
-            if end > groups or chain[at] != found.chain[at]:
+            if chain[at] != found.chain[at]:
                 return Place(found, self._inside(found, chain, depth), self._version)
             low = end
         child = (

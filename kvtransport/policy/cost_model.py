@@ -58,8 +58,9 @@ _EXPLORE_S = 2.0
 class CostOptions(ThresholdOptions):
     """Settings of ``cost_model``.
 
-    ``kv_recompute_threshold`` decides while nothing is known.  A pull must be
-    done within ``margin`` times the time of computing.  ``min_transfers`` and
+    The thresholds decide while nothing is known.  A pull must be done within
+    ``margin`` times the time of computing; on a decode engine, where computing
+    delays everybody's next token, within ``handoff_margin`` times.  ``min_transfers`` and
     ``min_steps`` are needed before a fit counts.  A peer from which nothing was
     pulled for ``explore_after_s`` gets one pull that does not cost much, because
     otherwise a bad estimate would never be corrected (0: never).
@@ -71,6 +72,7 @@ class CostOptions(ThresholdOptions):
     """
 
     margin: float = 1.0
+    handoff_margin: float = 4.0
     min_transfers: int = 5
     min_steps: int = 8
     explore_after_s: float = 600.0
@@ -87,6 +89,7 @@ class CostOptions(ThresholdOptions):
         # Named explicitly: super() does not find its class in a slotted dataclass.
         ThresholdOptions.__post_init__(self)
         require_range("margin", self.margin, 0.01, 100)
+        require_range("handoff_margin", self.handoff_margin, 0.01, 1e6)
         require_range("min_transfers", self.min_transfers, 1, 10_000)
         require_range("min_steps", self.min_steps, 1, 10_000)
         require_range("explore_after_s", self.explore_after_s, 0, 7 * 86400)
@@ -165,7 +168,12 @@ class CostModel(RecomputePolicy):
         self.options = decode(CostOptions, config or {}, where="recompute_config")
         self.rejected = 0
         self._clock = clock
-        self._threshold = Threshold({"kv_recompute_threshold": self.options.kv_recompute_threshold})
+        self._threshold = Threshold(
+            {
+                "kv_recompute_threshold": self.options.kv_recompute_threshold,
+                "handoff_threshold": self.options.handoff_threshold,
+            }
+        )
         self._all = _Pulls()
         self._peers: OrderedDict[str, _Pulls] = OrderedDict()
         self._steps = Samples()
@@ -205,7 +213,9 @@ class CostModel(RecomputePolicy):
         # Both ways the tokens in front are computed first; the pull runs meanwhile
         # and then needs one step for the last token.
         pulled_s = max(pull_s, wait_s) + slowness * compute.step_s
-        chosen = pulled_s <= self.options.margin * (wait_s + compute_s)
+        handoff = question.direction == "prefill_to_decode"
+        margin = self.options.handoff_margin if handoff else self.options.margin
+        chosen = pulled_s <= margin * (wait_s + compute_s)
         reason = "pull_sooner" if chosen else "compute_sooner"
         if not chosen and self._explore(question.peer, pull_s, compute_s, now):
             chosen, reason = True, "explore"

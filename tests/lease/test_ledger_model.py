@@ -122,9 +122,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert short or len(leased | set(blocks)) > self.model.budget, "refused without need"
         assert self.model.retained_blocks() == retained, "given up for what was refused"
 
-    @rule(letters=pieces, cut=cuts, tenant=tenants, request=requests)
-    def hand_off(self, letters: list[str], cut: int, tenant: str, request: str) -> None:
+    @rule(letters=pieces, cut=cuts, tenant=tenants, request=requests, known=st.none() | at)
+    def hand_off(
+        self, letters: list[str], cut: int, tenant: str, request: str, known: int | None
+    ) -> None:
         tokens = sequence(letters, cut)
+        if known is not None and self.model.kept:
+            kept = self.model.kept[known % len(self.model.kept)]
+            tenant, tokens = kept.tenant, kept.tokens
         blocks = self.blocks_for(tenant, tokens, share=False)
         self.model.expire()
         holding = self.ledger.insert(
@@ -158,6 +163,7 @@ class LedgerMachine(RuleBasedStateMachine):
         duration_s=seconds,
         request=st.sampled_from(["", "r0", "r1", "r2"]),
         least=st.sampled_from([0, 0, 0, 40]),
+        known=st.none() | at,
     )
     def look_up(
         self,
@@ -167,8 +173,13 @@ class LedgerMachine(RuleBasedStateMachine):
         duration_s: float,
         request: str,
         least: int,
+        known: int | None,
     ) -> None:
         tokens = sequence(letters, cut)
+        if known is not None and self.model.kept:
+            # Ask for what is there, not only for what might be.
+            kept = self.model.kept[known % len(self.model.kept)]
+            tenant, tokens = kept.tenant, kept.tokens
         self.model.expire()
         query = chain(tenant, tokens)
         grant = self.ledger.lookup(
@@ -221,11 +232,13 @@ class LedgerMachine(RuleBasedStateMachine):
         lease_id = list(self.model.leases)[data.draw(at) % len(self.model.leases)]
         self.model.expire()
         lease = self.model.leases.get(lease_id)
-        renewed = self.ledger.renew(lease_id, duration_s)
-        assert renewed == (lease is not None)
-        if lease is not None:
-            end = self.model.lease_end(duration_s, lease.began_s)
-            lease.expires_s = max(lease.expires_s, end)
+        left_s = self.ledger.renew_for(lease_id, duration_s)
+        if lease is None:
+            assert left_s == 0.0
+            return
+        end = self.model.lease_end(duration_s, lease.began_s)
+        lease.expires_s = max(lease.expires_s, end)
+        assert self.model.now + left_s == lease.expires_s
 
     @precondition(lambda self: self.model.leases)
     @rule(data=st.data(), delivered=st.booleans())

@@ -167,6 +167,22 @@ def test_margin() -> None:
     assert not model(margin=0.1).decide(ask(4000)).pull
 
 
+def test_a_decode_engine_computes_only_what_is_far_cheaper() -> None:
+    cost = model()
+    assert not cost.decide(ask(200)).pull
+    assert cost.decide(ask(200, direction="prefill_to_decode")).pull
+    strict = model(handoff_margin=1.0)
+    assert not strict.decide(ask(200, direction="prefill_to_decode")).pull
+
+
+@pytest.mark.parametrize("name", ["threshold", "cost_model"])
+def test_thresholds_differ_by_direction(name: str) -> None:
+    policy = load_recompute(name, {"handoff_threshold": 8})
+    for direction, least in (("decode_to_prefill", 64), ("prefill_to_decode", 8)):
+        assert not policy.decide(ask(least - 1, direction=direction)).pull
+        assert policy.decide(ask(least, direction=direction)).pull
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -41,6 +41,10 @@ COMMANDS = MappingProxyType(
             "Run the OpenAI-compatible router in front of prefill and decode engines.",
             "pip install 'kvtransport[router]'",
         ),
+        "calibrate": Subcommand(
+            "kvtransport_vllm.calibrate:app",
+            "Measure a running pair: from how many tokens on does pulling pay?",
+        ),
         "conformance": Subcommand(
             "kvtransport_conformance.cli:app",
             "Test a backend against the conformance suite.",

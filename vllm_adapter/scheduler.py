@@ -318,6 +318,7 @@ class SchedulerSide:
 
     def _pull_ended(self, turn: Turn, *, failed: bool) -> None:
         report = turn.report
+        turn.pull_s = time.monotonic() - turn.loading_since_s
         if turn.aborted:
             self._settle(turn, outcomes.ABORTED)
             del self._turns[turn.request_id]
@@ -335,7 +336,7 @@ class SchedulerSide:
         self._engine.observe_transfer(
             peer=peer_name(turn.lease),
             report=report,
-            total_s=time.monotonic() - turn.loading_since_s,
+            total_s=turn.pull_s,
         )
 
     # -- a request ends ----------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -82,9 +83,9 @@ class Telemetry:
             self._stats.observe(
                 series("kvtransport_transfer_seconds", direction=direction), report.seconds
             )
-            total = time.monotonic() - turn.loading_since_s
+            total = max(turn.pull_s, 1e-9)
             self._stats.observe(series("kvtransport_pull_seconds", direction=direction), total)
-            if turn.predicted_pull_s:
+            if turn.predicted_pull_s and math.isfinite(turn.predicted_pull_s):
                 self._stats.observe(
                     series("kvtransport_pull_predicted_ratio", direction=direction),
                     turn.predicted_pull_s / total,
@@ -110,8 +111,6 @@ class Telemetry:
             "direction": turn.direction,
             **turn.summary(),
             "planned_tokens": turn.planned_tokens,
-            "bytes": report.nbytes if report else 0,
-            "descriptors": report.descriptors if report else 0,
             "lookup_s": round(turn.lookup_s, 6),
             "transfer_s": round(report.seconds, 6) if report else 0.0,
             "detail": report.detail if report else "",

@@ -56,6 +56,8 @@ class Turn:
     planned_tokens: int = 0
     pulled_tokens: int = 0
     destination: BlockIds = ()
+    pull_s: float = 0.0
+    """From the allocation to the scheduler's knowledge that the pull ended."""
     report: PullReport | None = None
     aborted: bool = False
     predicted_pull_s: float | None = None
@@ -92,4 +94,7 @@ class Turn:
             "pulled_tokens": self.pulled_tokens,
             "recomputed_tokens": prompt - self.local_tokens - self.pulled_tokens,
             "outcome": self.outcome or outcomes.DISABLED,
+            "pull_s": round(self.pull_s, 6),
+            "bytes": self.report.nbytes if self.report else 0,
+            "descriptors": self.report.descriptors if self.report else 0,
         }

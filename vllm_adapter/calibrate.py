@@ -172,7 +172,7 @@ class Calibration:
         return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
-def _table(rows: list[tuple[tuple[float, ...], float]]) -> tuple[Any, Any]:
+def _table(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[Any, Any]:
     return np.array([q for q, _ in rows]), np.array([s for _, s in rows])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtransport.errors import ProtocolError
 from kvtransport.lease import protocol
-from kvtransport.lease.digest import DigestChain
+from kvtransport.lease.digest import DIGEST_NBYTES, DigestChain
 from kvtransport.lease.held import HeldLease, Lookup, PeerEngine
 from kvtransport.lease.link import PeerLink
 from kvtransport.lease.runs import decode_runs
@@ -24,6 +24,9 @@ from kvtransport.lease.runs import decode_runs
 logger = logging.getLogger("kvtransport.lease.client")
 
 MAX_BLOCKS_PER_ROW = 2**22
+
+MAX_CHAIN_NBYTES = 3 * 2**20
+"""Digests of 3 million tokens in groups of 16; below the least ``max_message_bytes`` in use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,21 +41,22 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A lookup's progress: who still has to answer, and the best lease so far."""
+    """A lookup's progress: how many still have to answer, and what the others said."""
 
     lookup: Lookup
     waiting: int = 0
-    best: HeldLease | None = None
     reasons: set[str] = field(default_factory=set)
-    tail_mismatch: bool = False
+    finished: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Renewal:
-    """A renewal that waits for its answer."""
+class Kept:
+    """A lease that is not given back yet, and the renewal that waits for its answer."""
 
     lease: HeldLease
-    sent: float
+    link: PeerLink
+    renewal_id: int = 0
+    renewal_sent: float = 0.0
 
 
 class LeaseClient:
@@ -76,9 +80,9 @@ class LeaseClient:
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._asked: dict[int, Asked] = {}
-        self._renewals: dict[int, Renewal] = {}
+        self._renewals: dict[int, Kept] = {}
         self._parked: dict[PeerLink, list[Search]] = {}
-        self._leases: dict[HeldLease, PeerLink] = {}
+        self._leases: dict[HeldLease, Kept] = {}
         self._release = release
 
     def next_id(self) -> int:
@@ -101,6 +105,9 @@ class LeaseClient:
     def begin(self, lookup: Lookup, links: Iterable[PeerLink]) -> None:
         """Ask every usable link at once; wait for those that may become usable soon."""
         search = Search(lookup)
+        if lookup.result is not None:
+            self._finish(search)
+            return
         for link in links:
             if link.usable:
                 self._ask(search, link)
@@ -119,12 +126,17 @@ class LeaseClient:
         assert peer is not None
         request_id, sent = self.next_id(), self._clock()
         link.last_used = sent
+        digests, tokens = lookup.chain.digests, lookup.chain.num_tokens
+        if len(digests) > MAX_CHAIN_NBYTES:
+            # Larger messages are refused; the prefix that fits is a good question too.
+            digests = digests[:MAX_CHAIN_NBYTES]
+            tokens = len(digests) // DIGEST_NBYTES * self._group_tokens
         message = protocol.Lookup(
             request_id,
             peer.incarnation,
             self._reader,
-            lookup.chain.digests,
-            lookup.chain.num_tokens,
+            digests,
+            tokens,
             self._group_tokens,
             lookup.min_tokens,
             self._lease_s,
@@ -142,9 +154,10 @@ class LeaseClient:
         if link.hopeful:
             return
         for search in self._parked.pop(link, ()):
-            if search.lookup.settled:
-                continue
             search.waiting -= 1
+            if search.lookup.result is not None:
+                self._finish(search)
+                continue
             if link.usable:
                 self._ask(search, link)
             else:
@@ -159,9 +172,9 @@ class LeaseClient:
                 del self._asked[request_id]
                 self._one_less(asked.search, "no_peer")
         if incarnation_gone:
-            for lease, through in list(self._leases.items()):
-                if through is link:
-                    self._lose(lease, "lease.lost_incarnation")
+            for kept in list(self._leases.values()):
+                if kept.link is link:
+                    self._lose(kept.lease, "lease.lost_incarnation")
         self.link_changed(link)
 
     def _one_less(self, search: Search, reason: str) -> None:
@@ -171,19 +184,18 @@ class LeaseClient:
             self._finish(search)
 
     def _finish(self, search: Search, reason: str = "") -> None:
-        best, search.best = search.best, None
-        if best is not None:
-            reason = "found"
-        elif not reason:
+        if search.finished:
+            return
+        search.finished = True
+        if not reason:
             known = ("no_holding", "refused", "incompatible", "no_peer")
             reason = next((word for word in known if word in search.reasons), "no_peer")
-        settled = search.lookup.settle(best, reason, tail_mismatch=search.tail_mismatch)
-        if settled:
-            self.counters[f"lookup.{reason}"] += 1
-        elif best is not None:
-            # The caller stopped waiting in this very moment.
-            best.release(False)
-        if reason == "timeout":
+        # The caller may have ended it by deadline or cancelled it: then that counts.
+        search.lookup.finish(reason)
+        result = search.lookup.result
+        assert result is not None
+        self.counters[f"lookup.{result.reason}"] += 1
+        if search.waiting:
             self._forget(search)
 
     def _forget(self, search: Search) -> None:
@@ -219,24 +231,17 @@ class LeaseClient:
             asked.link.send(protocol.Release(asked.peer.incarnation, reply.lease_id, False))
             self._one_less(search, "refused")
             return
-        self._leases[lease] = asked.link
+        self._leases[lease] = Kept(lease, asked.link)
         self._at(lease.deadline - reply.duration_s / 2, lambda now: self._renew(lease, now))
         self._keep_best(search, lease)
 
     def _keep_best(self, search: Search, lease: HeldLease) -> None:
-        lookup = search.lookup
-        if lookup.settled or lease.tokens <= lookup.min_tokens:
-            lease.release(False)
-            search.reasons.add("no_holding")
-        elif search.best is None or lease.tokens > search.best.tokens:
-            if search.best is not None:
-                search.best.release(False)
-            search.best = lease
-        else:
-            lease.release(False)
-        search.waiting -= 1
-        if not search.waiting:
-            self._finish(search)
+        loser: HeldLease | None = lease
+        if lease.tokens > search.lookup.min_tokens:
+            loser = search.lookup.offer(lease)
+        if loser is not None:
+            loser.release(delivered=False)
+        self._one_less(search, "no_holding")
 
     def _lease(self, asked: Asked, reply: protocol.LookupReply) -> HeldLease:
         """The lease in a reply, its tail verified; ``ProtocolError`` if it can't be right."""
@@ -251,8 +256,8 @@ class LeaseClient:
             if digest and digest == reply.tail_digest:
                 tokens += reply.tail_tokens
             else:
-                self.counters["lookup.tail_mismatch"] += 1
-                asked.search.tail_mismatch = True
+                self.counters["answer.tail_mismatch"] += 1
+                asked.search.lookup.tail_mismatch = True
         rows = tuple(decode_runs(row, max_blocks=MAX_BLOCKS_PER_ROW) for row in reply.block_runs)
         return HeldLease(
             asked.peer,
@@ -276,67 +281,70 @@ class LeaseClient:
         if asked is not None:
             known = {"incompatible": "incompatible", "stale_incarnation": "no_peer"}
             self._one_less(asked.search, known.get(message.code, "refused"))
-        renewal = self._renewals.pop(message.request_id, None)
-        if renewal is not None:
-            self._lose(renewal.lease, "lease.lost_refused")
+        kept = self._renewals.pop(message.request_id, None)
+        if kept is not None:
+            self._lose(kept.lease, "lease.lost_refused")
 
     # -- leases ---------------------------------------------------------------------------
 
     def _renew(self, lease: HeldLease, now: float) -> None:
-        link = self._leases.get(lease)
-        if link is None:
+        kept = self._leases.get(lease)
+        if kept is None:
             return
         if now >= lease.deadline:
             self._lose(lease, "lease.lost_deadline")
             return
-        request_id = self.next_id()
-        sent = self._clock()
-        message = protocol.Renew(request_id, lease.peer.incarnation, lease.lease_id, self._lease_s)
-        if link.send(message):
-            self._renewals[request_id] = Renewal(lease, sent)
+        self._renewals.pop(kept.renewal_id, None)
+        kept.renewal_id, kept.renewal_sent = self.next_id(), self._clock()
+        message = protocol.Renew(
+            kept.renewal_id, lease.peer.incarnation, lease.lease_id, self._lease_s
+        )
+        if kept.link.send(message):
+            self._renewals[kept.renewal_id] = kept
         # Half of what is left, so that a lost message is tried again in time.
         pause = max(0.05, (lease.deadline - now) / 2)
         self._at(min(lease.deadline, now + pause), lambda then: self._renew(lease, then))
 
     def _on_renew(self, reply: protocol.RenewReply) -> None:
-        renewal = self._renewals.pop(reply.request_id, None)
-        if renewal is None or renewal.lease not in self._leases:
+        kept = self._renewals.pop(reply.request_id, None)
+        if kept is None:
             return
-        lease = renewal.lease
+        lease = kept.lease
         if reply.lease_id != lease.lease_id or not reply.live:
             self._lose(lease, "lease.lost_refused")
             return
-        lease.deadline = max(lease.deadline, renewal.sent + reply.duration_s)
+        lease.deadline = max(lease.deadline, kept.renewal_sent + reply.duration_s)
         self.counters["lease.renewed"] += 1
 
     def _lose(self, lease: HeldLease, counter: str) -> None:
-        if self._leases.pop(lease, None) is not None:
+        if self._forget_lease(lease) is not None:
             lease.lost = True
             self.counters[counter] += 1
-            self._drop_renewals(lease)
+
+    def _forget_lease(self, lease: HeldLease) -> PeerLink | None:
+        kept = self._leases.pop(lease, None)
+        if kept is None:
+            return None
+        self._renewals.pop(kept.renewal_id, None)
+        return kept.link
 
     def give_back(self, lease: HeldLease, delivered: bool) -> None:
         """Tell the owner; if that is lost, the rest of the lease is all it costs."""
-        link = self._leases.pop(lease, None)
+        link = self._forget_lease(lease)
         if link is None:
             return
-        self._drop_renewals(lease)
         self.counters["lease.delivered" if delivered else "lease.released"] += 1
         message = protocol.Release(lease.peer.incarnation, lease.lease_id, delivered)
         if not link.send(message):
             self.counters["lease.release_unsent"] += 1
 
-    def _drop_renewals(self, lease: HeldLease) -> None:
-        for request_id in [key for key, item in self._renewals.items() if item.lease is lease]:
-            del self._renewals[request_id]
-
     def abandon_all(self) -> None:
         """Before closing: end every lookup and give every lease back."""
         for asked in list(self._asked.values()):
-            asked.search.lookup.settle(None, "closed")
+            self._finish(asked.search, "closed")
         for searches in self._parked.values():
-            for search in searches:
-                search.lookup.settle(None, "closed")
+            for search in list(searches):
+                self._finish(search, "closed")
         for lease in list(self._leases):
             lease.released = True
             self.give_back(lease, delivered=False)

@@ -156,16 +156,19 @@ class ControlPlane:
         """
         timeout_s = self.settings.lookup_timeout_s if deadline_s is None else deadline_s
         targets = None if ask is None else tuple(ask)
+        if len(handoff_request_id) > protocol.MAX_REQUEST_NAME:
+            handoff_request_id = ""
         lookup = Lookup(chain, targets, handoff_request_id, min_tokens, timeout_s, self._clock)
         if self._closing or self._thread is None:
-            lookup.settle(None, "closed")
+            lookup.finish("closed")
         else:
             self._post(lambda: self._begin(lookup))
         return lookup
 
     def discard_handoff(self, peer: str, request_id: str) -> None:
         """Tell a peer that nobody will fetch this handoff.  A lost message costs its TTL."""
-        self._post(lambda: self._discard(peer, request_id))
+        if len(request_id) <= protocol.MAX_REQUEST_NAME:
+            self._post(lambda: self._discard(peer, request_id))
 
     def address_token(self) -> str:
         """What lets peers with the same secret ``admit`` this engine; empty without one."""
@@ -278,8 +281,7 @@ class ControlPlane:
                     self._router.send_multipart((client, reply), zmq.NOBLOCK)
 
     def _begin(self, lookup: Lookup) -> None:
-        if not lookup.settled:
-            self._client.begin(lookup, self._peers.resolve(lookup.targets))
+        self._client.begin(lookup, self._peers.resolve(lookup.targets))
 
     def _discard(self, peer: str, request_id: str) -> None:
         for link in self._peers.resolve([peer]):

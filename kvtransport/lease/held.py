@@ -112,6 +112,7 @@ class Lookup:
     """A question on its way to one or more peers.  ``poll`` it; it never raises."""
 
     __slots__ = (
+        "_best",
         "_clock",
         "_done",
         "_lock",
@@ -122,6 +123,7 @@ class Lookup:
         "handoff_request_id",
         "min_tokens",
         "started",
+        "tail_mismatch",
         "targets",
     )
 
@@ -141,39 +143,65 @@ class Lookup:
         self.started = clock()
         self.deadline = self.started + deadline_s
         self.asked = 0
+        self.tail_mismatch = False
         self._clock = clock
         self._lock = threading.Lock()
         self._done = threading.Event()
+        self._best: HeldLease | None = None
         self._result: LookupResult | None = None
+
+    # -- for the caller ---------------------------------------------------------------
 
     def poll(self) -> LookupResult | None:
         """The result, or ``None`` before the deadline; never ``None`` after it."""
         if self._result is None and self._clock() >= self.deadline:
-            self.settle(None, "timeout")
+            self.finish("timeout")
         return self._result
 
     def wait(self, timeout_s: float) -> LookupResult | None:
         """``poll`` after waiting for a result for at most ``timeout_s``."""
-        self._done.wait(max(0.0, min(timeout_s, self.deadline - self._clock())))
+        end = min(self.deadline, self._clock() + timeout_s)
+        while not self._done.is_set() and (left_s := end - self._clock()) > 0:
+            self._done.wait(left_s)
         return self.poll()
 
     def cancel(self) -> None:
         """Nobody wants the result: a lease that was found, or still arrives, is released."""
-        if not self.settle(None, "cancelled"):
+        with self._lock:
+            lease, self._best = self._best, None
+        if not self.finish("cancelled"):
             assert self._result is not None
-            if self._result.lease is not None:
-                self._result.lease.release(False)
+            lease = self._result.lease
+        if lease is not None:
+            lease.release(delivered=False)
+
+    # -- for the control plane ----------------------------------------------------------
 
     @property
-    def settled(self) -> bool:
-        return self._result is not None
+    def result(self) -> LookupResult | None:
+        """The result, if there is one."""
+        return self._result
 
-    def settle(self, lease: HeldLease | None, reason: str, *, tail_mismatch: bool = False) -> bool:
-        """Set the result unless there is one; for the control plane."""
+    def offer(self, lease: HeldLease) -> HeldLease | None:
+        """Keep the longer of this lease and the best so far; returns the one to release."""
+        with self._lock:
+            best = self._best
+            if self._result is not None or (best is not None and best.tokens >= lease.tokens):
+                return lease
+            self._best = lease
+            return best
+
+    def finish(self, reason: str) -> bool:
+        """Set the result unless there is one: the best lease, or ``reason`` for none."""
         with self._lock:
             if self._result is not None:
                 return False
-            seconds = self._clock() - self.started
-            self._result = LookupResult(lease, reason, seconds, self.asked, tail_mismatch)
+            self._result = LookupResult(
+                self._best,
+                reason if self._best is None else "found",
+                self._clock() - self.started,
+                self.asked,
+                self.tail_mismatch,
+            )
         self._done.set()
         return True

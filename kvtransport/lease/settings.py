@@ -39,7 +39,7 @@ class ControlSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= 3600):
                 raise ConfigError(f"{name} must be more than 0 and at most 3600, not {value!r}")
-        for name, least in (("max_message_bytes", 4096), ("max_dynamic_peers", 1)):
+        for name, least in (("max_message_bytes", 4 * 2**20), ("max_dynamic_peers", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if not self.rate_per_s >= 1:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import pytest
 from support.lease_peer import BLOCK, chain, retain
 
 from kvtransport.errors import ClosedError, ConfigError
+from kvtransport.lease import client
 from kvtransport.lease.control import ControlPlane
 from kvtransport.lease.digest import DigestChain
 from kvtransport.lease.held import HeldLease, LookupResult
@@ -225,6 +227,102 @@ def test_deadline_gives_a_result_and_no_lease_leaks(engine: Engine, eventually: 
         lookup.cancel()
     assert ask(reader, chain(64)).reason == "found"
     eventually(lambda: leases(owner) == 1)
+
+
+def slow_down(owner: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let the owner answer lookups only when the event is set."""
+    gate, lookup = threading.Event(), owner.ledger.lookup
+
+    def wait(*args: object, **kwargs: object) -> object:
+        gate.wait(10.0)
+        return lookup(*args, **kwargs)
+
+    monkeypatch.setattr(owner.ledger, "lookup", wait)
+    return gate
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_answer_after_the_end_is_given_back(
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    owner = engine("owner", hold=64)
+    reader = engine("reader", peers={"o": owner.address})
+    eventually(lambda: connected(reader))
+    gate = slow_down(owner, monkeypatch)
+    lookup = reader.lookup(chain(64), deadline_s=0.05 if how == "deadline" else 10.0)
+    if how == "cancel":
+        eventually(lambda: reader.status()["client"]["lookups"] == 1)
+        lookup.cancel()
+    eventually(lookup.poll)
+    gate.set()
+    eventually(lambda: reader.status()["client"]["counters"].get("lease.released") == 1)
+    eventually(lambda: leases(owner) == 0)
+
+
+def test_best_answer_so_far_is_given_back_when_nobody_waits(
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, slow = engine("fast", hold=64), engine("slow", hold=128)
+    reader = engine("reader", peers={"f": fast.address, "s": slow.address})
+    eventually(lambda: connected(reader))
+    gate = slow_down(slow, monkeypatch)
+    lookup = reader.lookup(chain(128), deadline_s=20.0)
+    eventually(lambda: reader.status()["client"]["leases"] == 1)
+    lookup.cancel()
+    gate.set()
+    eventually(lambda: reader.status()["client"]["leases"] == 0)
+    eventually(lambda: leases(fast) == leases(slow) == 0)
+
+
+def test_best_answer_so_far_counts_at_the_deadline(
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, slow = engine("fast", hold=64), engine("slow", hold=128)
+    reader = engine("reader", peers={"f": fast.address, "s": slow.address})
+    eventually(lambda: connected(reader))
+    gate = slow_down(slow, monkeypatch)
+    lookup = reader.lookup(chain(128), deadline_s=1.0)
+    eventually(lambda: reader.status()["client"]["leases"] == 1)
+    result = lookup.wait(10.0)
+    assert result is not None
+    assert result.lease is not None
+    assert result.lease.peer.engine_id == "fast"
+    gate.set()
+    eventually(lambda: leases(slow) == 0)
+    assert result.lease.valid()
+
+
+def test_outcomes_add_up(engine: Engine, eventually: Eventually) -> None:
+    """Every lookup is counted once, whoever ended it."""
+    owner = engine("owner", hold=64)
+    reader = engine("reader", peers={"o": owner.address})
+    eventually(lambda: connected(reader))
+    for at in range(60):
+        lookup = reader.lookup(chain(64), deadline_s=(0.0, 0.0005, 10.0)[at % 3])
+        if at % 2:
+            lookup.cancel()
+        else:
+            result = lookup.wait(10.0)
+            if result is not None and result.lease is not None:
+                result.lease.release(delivered=False)
+    ask(reader, chain(64), ask=["nobody"])
+
+    def counted() -> int:
+        counters = reader.status()["client"]["counters"]
+        return sum(count for name, count in counters.items() if name.startswith("lookup."))
+
+    eventually(lambda: counted() == 61)
+    eventually(lambda: leases(owner) == 0)
+
+
+def test_overlong_questions_are_cut(
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = engine("owner", hold=64)
+    reader = engine("reader", peers={"o": owner.address})
+    monkeypatch.setattr(client, "MAX_CHAIN_NBYTES", 3 * 16)
+    assert leased(reader, chain(500)).tokens == 48
+    assert ask(reader, chain(64), handoff_request_id="x" * 10_000).reason == "found"
 
 
 def test_not_ready_peers_are_waited_for(engine: Engine) -> None:

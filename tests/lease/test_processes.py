@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 from support.lease_peer import PeerProcess, chain, retain
 
 from kvtransport.lease import protocol
 from kvtransport.lease.control import ControlPlane
 from kvtransport.lease.held import HeldLease
+from kvtransport.lease.security import ClusterSecret
 
 Engine = Callable[..., ControlPlane]
 Process = Callable[..., PeerProcess]
@@ -140,6 +142,19 @@ def test_wrong_secret_learns_nothing(
     assert (peer.state, peer.engine_id) != ("connected", "owner")
     assert peer.engine_id == ""
     assert owner.status()["ledger"]["leases"] == 1
+
+
+def test_the_owners_public_key_is_not_enough(engine: Engine) -> None:
+    """A client whose own key does not come from the secret is turned away."""
+    owner = engine("owner", hold=64, secret=SECRET)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.curve_serverkey = ClusterSecret(SECRET.encode()).curve_keys().server_public
+        sock.curve_publickey, sock.curve_secretkey = zmq.curve_keypair()
+        sock.connect(owner.address)
+        sock.send(protocol.encode(protocol.StatusRequest(1)))
+        assert not sock.poll(1000)
+    assert owner.status()["server"] == {}
 
 
 def test_open_owner_is_not_trusted_by_a_reader_with_a_secret(

@@ -295,6 +295,20 @@ def test_a_share_that_others_leave_may_be_used_and_is_given_back() -> None:
     assert shown == {"=a": {"blocks": 4, "share": 0.5}, "=b": {"blocks": 4, "share": 0.5}}
 
 
+def test_leased_holdings_of_one_do_not_cost_another_its_share() -> None:
+    cache = Cache("budgeted", blocks=16, tenant_quotas=QUOTAS)
+    texts = [cache.tokens(1) for _ in range(8)]
+    for text in texts:
+        cache.retain(text, tenant="b")
+    for _ in range(8):
+        cache.retain(cache.tokens(1), tenant="a")
+    for text in texts:
+        cache.read(text)
+    assert cache.retain(cache.tokens(1), tenant="c") is None
+    assert cache.retain(cache.tokens(1), tenant="a") is not None, "pushes out its own"
+    assert [item.holding.tenant for item in cache.dropped()] == ["a"]
+
+
 def test_every_unlisted_tenant_can_have_a_share_of_its_own() -> None:
     cache = Cache("budgeted", blocks=8, default_tenant_quota=0.25)
     for tenant in "aaaaaaaabbcc":

@@ -143,6 +143,11 @@ class TestOverlappingDestinations:
         refuse(duo, [Pair.blocks(mine, theirs, twice, index)], DescriptorError)
         duo.a.agent.read(duo.peer, [Pair.blocks(mine, theirs, index, twice)]).wait(1)
 
+    def test_huge_indices_need_no_huge_memory(self, duo):
+        mine, theirs = (BlockTable(r, 0, 1, 1, SIZE) for r in (duo.a.region, duo.remote))
+        index = np.arange(10)[::-1] + (1 << 60)
+        refuse(duo, [Pair.blocks(mine, theirs, index, np.arange(10))], OutOfBoundsError)
+
     def test_sparse_duplicates(self, duo):
         mine, theirs = (BlockTable(r, 0, 1, 1, SIZE) for r in (duo.a.region, duo.remote))
         index = np.array([60000, 5, 7, 60000, 9, 11])
@@ -254,6 +259,16 @@ class TestStale:
         now = duo.peer.region("kv")
         assert now.generation == 2
         duo.a.agent.read(duo.peer, [Pair.ranges(duo.a.region, [0], now, [0], 1)]).wait(1)
+
+    def test_stale_remote_region_is_found_while_planning(self, duo):
+        from kvtransport.backend import Op
+
+        duo.b.agent.deregister(duo.b.region)
+        duo.a.agent.add_peer(duo.b.agent.metadata())
+        with pytest.raises(StaleDescriptorError):
+            duo.a.agent.prepare(
+                Op.READ, duo.peer, [Pair.ranges(duo.a.region, [0], duo.remote, [0], 1)]
+            )
 
     def test_plan_made_before(self, duo):
         from kvtransport.backend import Op

@@ -163,7 +163,7 @@ class PeerLink:
             self._revision,
         )
         if not self.send(hello):
-            self.failed(now, "not reachable")
+            self.failed(now, "not reachable (nobody there, or another cluster secret?)")
             return False
         self._hello = Hello(request_id, now)
         return True

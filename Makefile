@@ -3,6 +3,8 @@
 #   make demo            a chat on two real vLLM engines whose KV travels both ways
 #   make test            all tests, the ones on real engines last
 #   make check           lint, types and house rules
+#   make bench           all benchmarks; make bench-host and so on for one
+#   make help            this
 #
 # Variables:
 #   PYTHON     the interpreter that virtual environments are made with (3.11)
@@ -20,8 +22,10 @@ SETUP := $(PYTHON) tools/setup_venv.py
 # The environment's own programs first: redis-server is one of them.
 PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest
 
+BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
+
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-engines test-oldest check format bench lock clean
+.PHONY: help setup demo test test-fast test-engines test-oldest check format bench $(BENCHES) lock clean
 
 help:
 	@sed -n '/^# Every/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -54,15 +58,18 @@ format: .venv-check/.ready
 	.venv-check/bin/ruff format .
 	.venv-check/bin/ruff check --fix .
 
-bench: .venv/.ready
-	.venv/bin/python benchmarks/run.py $(ARGS)
+# All benchmarks one after the other, or one of them: make bench-host, make bench-turns, ...
+bench: $(BENCHES)
+
+$(BENCHES): bench-%: .venv/.ready
+	.venv/bin/python benchmarks/bench_$*.py $(ARGS)
 
 # Rewrites requirements/*.txt from locks.toml with what the package index has today.
 lock: .venv/.ready
 	.venv/bin/python tools/lock.py -- $(PIP_ARGS)
 
 clean:
-	rm -rf .venv .venv-check .venv-oldest .venv-vllm-router .cache build dist out
+	rm -rf .venv .venv-* .cache build dist out
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

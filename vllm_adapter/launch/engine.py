@@ -186,6 +186,16 @@ class Engine(Service):
                 raise TimeoutError(msg)
             time.sleep(0.05)
 
+    def metric(self, name: str, **labels: str) -> float:
+        """Current value of one metric, summed over the labels that are not given."""
+        text = request(self.port, "GET", "/metrics", timeout_s=10).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
     def _fields(self, max_tokens: int, **prompt: object) -> dict[str, Any]:
         return {
             "model": self.spec.served_name,

@@ -152,6 +152,15 @@ class Engine:
         if wanted.address and wanted.address_token:
             self.control.admit(wanted.address, wanted.address_token)
 
+    def whom_to_ask(self, wanted: TransferParams) -> list[str] | None:
+        """The named engines that are known; everybody when there is none of them."""
+        known = {
+            text
+            for engine in self.control.engines()
+            for text in (engine.engine_id, engine.name, engine.address)
+        }
+        return [name for name in wanted.targets if name in known] or None
+
     @staticmethod
     def finished_by_length(request: Request) -> bool:
         """P stops after one token; any other end has nothing to hand over."""

@@ -103,7 +103,7 @@ class SchedulerSide:
         self._engine.admit_address(wanted)
         turn.lookup = self._engine.control.lookup(
             turn.chain,
-            ask=wanted.targets or None,
+            ask=self._engine.whom_to_ask(wanted),
             handoff_request_id=handoff,
             deadline_s=self._engine.config.lookup_timeout_s,
         )

@@ -192,3 +192,10 @@ def test_decode_engine_pulls_what_is_beyond_its_local_hit_however_little(pair: S
     answer, _ = pair.turn(prompt)
     assert answer == reference(prompt, 8)
     assert pair.d.counted("kvtransport_outcomes_total", outcome="pulled") == before + 1
+
+
+def test_unknown_name_asks_everybody(pair: SimPair) -> None:
+    history = first_turn(pair, tokens(200))
+    forget(pair)
+    _, turn = pair.turn([*history, 7], p_params={"kvt_ask": ["decode-of-another-cluster"]})
+    assert turn["outcome"] == "pulled"

@@ -1,9 +1,9 @@
 """Robust fits of "time = sum of non-negative rates x quantities" to noisy samples.
 
 Relative errors count, so that short and long samples weigh the same, and they
-count less the larger they are (Huber), so that a stalled transfer or a step
-that waited for something else does not move the rates.  A rate is never
-negative: an impossible one is left out and the others fitted again.
+count less the larger they are, so that a stalled transfer or a step that waited
+for something else does not move the rates.  A rate is never negative: an
+impossible one is left out and the others fitted again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.float64]
 
-_HUBER = 0.25
-"""Relative error up to which a sample counts in full."""
+_USUAL = 0.25
+"""Relative error that measurements commonly have."""
 
-_ROUNDS = 6
+_ROUNDS = 8
 
 
 def fit(quantities: Rows, seconds: Rows) -> Rows:
@@ -31,38 +31,38 @@ def fit(quantities: Rows, seconds: Rows) -> Rows:
     columns = quantities.shape[1]
     if not len(seconds):
         return np.zeros(columns)
-    scaled = quantities / seconds[:, None]
-    weights = _start(quantities, seconds)
+    predicted = _typical(quantities, seconds)
     rates = np.zeros(columns)
     for _ in range(_ROUNDS):
-        rates = _non_negative(scaled, weights)
-        error = np.abs(scaled @ rates - 1.0)
-        weights = np.where(error <= _HUBER, 1.0, _HUBER / np.maximum(error, _HUBER))
+        # In proportion to the larger of the two, neither a stall nor a time that
+        # is too good to be true gets more than its vote.
+        size = np.maximum(seconds, predicted)
+        off = np.log(np.maximum(predicted, 1e-12) / seconds) / _USUAL
+        rates = _non_negative(quantities / size[:, None], seconds / size, 1.0 / (1.0 + off * off))
+        predicted = quantities @ rates
     return rates
 
 
-def _start(quantities: Rows, seconds: Rows) -> Rows:
-    """Begin near the typical sample: outliers must not get to choose the side."""
+def _typical(quantities: Rows, seconds: Rows) -> Rows:
+    """A first prediction that outliers have no say in: the median speed for all."""
     total = (quantities / np.maximum(quantities.mean(axis=0), 1e-300)).sum(axis=1)
-    speed = seconds / np.maximum(total, 1e-300)
-    typical = np.median(speed)
-    ratio = np.maximum(speed / typical, typical / speed)
-    return np.asarray(1.0 / ratio)
+    total = np.maximum(total, 1e-300)
+    return np.asarray(np.median(seconds / total) * total)
 
 
-def _non_negative(scaled: Rows, weights: Rows) -> Rows:
-    """Weighted least squares of ``scaled @ rates = 1`` over all subsets of columns."""
+def _non_negative(scaled: Rows, target: Rows, weights: Rows) -> Rows:
+    """Weighted least squares of ``scaled @ rates = target`` over all subsets of columns."""
     columns = scaled.shape[1]
     size = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
     unit = scaled / size
-    gram = (unit * weights[:, None]).T @ unit
-    right = (unit * weights[:, None]).sum(axis=0)
+    weighted = (unit * weights[:, None]).T
+    gram, right = weighted @ unit, weighted @ target
     best, least = np.zeros(columns), 0.0
     for count in range(columns, 0, -1):
         for chosen in map(list, combinations(range(columns), count)):
             part = gram[np.ix_(chosen, chosen)]
             # A trace of ridge keeps columns that always move together solvable.
-            part = part + np.eye(count) * 1e-9 * np.trace(part)
+            part = part + np.eye(count) * 1e-9 * max(float(np.trace(part)), 1e-300)
             rates = np.linalg.solve(part, right[chosen])
             if (rates < 0).any():
                 continue

@@ -283,14 +283,18 @@ def test_learns_its_own_rates() -> None:
     assert shown["break_even_tokens"] == pytest.approx(true, rel=0.3)
 
 
-def test_outliers_do_not_move_the_estimate() -> None:
+@pytest.mark.parametrize("factor", [100.0, 0.02])
+def test_outliers_do_not_move_the_estimate(factor: float) -> None:
+    """Neither stalls nor times that are too good to be true."""
     clean, dirty = CostModel(clock=Clock()), CostModel(clock=Clock())
     for cost in (clean, dirty):
         teach_steps(cost, STEP)
         teach_pulls(cost, PULL)
     for at in range(8):
-        dirty.observe_transfer(peer="d/1", nbytes=10**8 + at, descriptors=10, seconds=30.0)
-        dirty.observe_step(tokens=500 + at, context_tokens=0, seconds=20.0)
+        nbytes, tokens = (at + 1) * 10**8, (at + 1) * 400
+        pull_s = PULL.seconds(nbytes=nbytes, descriptors=10)
+        dirty.observe_transfer(peer="d/1", nbytes=nbytes, descriptors=10, seconds=factor * pull_s)
+        dirty.observe_step(tokens=tokens, context_tokens=0, seconds=factor * STEP.seconds(tokens))
     for cost in (clean, dirty):
         cost._clock.now += 10.0
     a, b = clean.decide(ask(2000)), dirty.decide(ask(2000))

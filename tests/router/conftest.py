@@ -16,9 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra: router)")
-pytest.importorskip("uvicorn", reason="the router needs uvicorn (extra: router)")
-
 STANDIN = Path(__file__).with_name("standin_engine.py")
 DEADLINE_S = 20.0
 PROBES = ("--limit", "probe-interval=0.2", "--limit", "probe-timeout=1")

@@ -91,7 +91,7 @@ def _check(body: Body, backend: str) -> None:
     for metadata in (body.connection, *(region.native for region in body.regions)):
         if not _describes(metadata, body.agent):
             raise MalformedMetadataError(
-                f"the metadata of {body.agent!r} describes another agent", backend=backend
+                "a part of the metadata describes another agent", backend=backend
             )
     if len({region.region_id for region in body.regions}) != len(body.regions):
         raise MalformedMetadataError("a region id occurs twice", backend=backend)

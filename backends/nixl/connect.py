@@ -105,7 +105,7 @@ class Bounded(Connector):
         if attempt.thread.is_alive():
             self._late[name] = attempt
             raise HandshakeTimeoutError(
-                f"agent {name} did not answer libfabric's handshake within {self._timeout_s} s;"
+                f"the peer did not answer libfabric's handshake within {self._timeout_s} s;"
                 " it may be stopped, or a firewall drops the traffic between the two hosts"
             )
         attempt.result()

@@ -299,9 +299,7 @@ class NixlBackend(Backend):
         for name in self._liveness.ended():
             peer = self._peers.named(name)
             if peer is not None and peer.lost is None:
-                ended = PeerLostError(
-                    f"peer {name}: its process has ended", backend=self.info.name, peer=name
-                )
+                ended = PeerLostError("the peer's process has ended", backend=self.info.name)
                 self._lose(peer, ended)
 
     def _lose(self, peer: Peer, error: KVTransportError) -> None:
@@ -407,7 +405,7 @@ class NixlBackend(Backend):
 
     def _failed(self, flight: Flight, native: Exception) -> None:
         peer, what = flight.peer, f"{flight.op.value} of transfer {flight.ticket}"
-        error = translate(native, what, backend=self.info.name, peer=peer.name)
+        error = translate(native, what, backend=self.info.name)
         if is_lost(native):
             peer.forgotten = True
             self._lose(peer, error)
@@ -419,10 +417,9 @@ class NixlBackend(Backend):
         flight.stuck = True
         self._stuck += 1
         _log.warning(
-            "transfer kept: backend=%s ticket=%d peer=%s error=%s",
+            "transfer kept: backend=%s ticket=%d error=%s",
             self.info.name,
             flight.ticket,
-            flight.peer.name,
             flight.error,
         )
 

@@ -64,8 +64,6 @@ class Inbox:
             return
         if not self.dropped:
             _log.warning(
-                "notification dropped: sender=%s is not imported and %d are kept",
-                name,
-                _MAX_UNKNOWN,
+                "notification dropped: its sender is not imported and %d are kept", _MAX_UNKNOWN
             )
         self.dropped += 1

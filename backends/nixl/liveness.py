@@ -126,7 +126,7 @@ class Liveness:
         if not contact or name in watched:
             return
         token, endpoints = _parse(contact)
-        lifeline = _connect(name, token, endpoints, self._timeout_s)
+        lifeline = _connect(token, endpoints, self._timeout_s)
         self._lifelines[lifeline.fileno()] = (name, lifeline)
         self._poller.register(lifeline, select.POLLIN)
 
@@ -167,13 +167,11 @@ def _parse(contact: str) -> tuple[bytes, list[tuple[str, int]]]:
     return secret, found
 
 
-def _connect(
-    name: str, token: bytes, endpoints: list[tuple[str, int]], timeout_s: float
-) -> socket.socket:
+def _connect(token: bytes, endpoints: list[tuple[str, int]], timeout_s: float) -> socket.socket:
     """A lifeline over the first of the peer's addresses that answers with its token."""
     until = time.monotonic() + timeout_s
     refused = 0
-    shown = ", ".join(f"{host}:{port}" for host, port in endpoints)
+    shown = ", ".join(f"{host} port {port}" for host, port in endpoints)
     for endpoint in endpoints:
         left = until - time.monotonic()
         if endpoint != endpoints[-1]:
@@ -191,9 +189,9 @@ def _connect(
         lifeline.close()
         refused += 1
     if refused:
-        raise PeerLostError(f"peer {name} has ended: nobody answers at {shown}")
+        raise PeerLostError(f"the peer has ended: nobody answers at {shown}")
     raise HandshakeTimeoutError(
-        f"peer {name}: {shown} cannot be reached within {timeout_s} s;"
+        f"the peer's {shown} cannot be reached within {timeout_s} s;"
         " open that port, or set liveness to an address of the peer's that can"
     )
 

@@ -105,7 +105,7 @@ class Peers:
         known = self._by_id.get(peer_id)
         if known is not None and known.name != body.agent:
             raise IncompatiblePeerError(
-                f"agent: the peer was {known.name!r} and now calls itself {body.agent!r}",
+                "agent: the metadata belongs to another agent than the one imported before",
                 backend=self._backend,
             )
         peer = known or self._by_name.get(body.agent)
@@ -161,9 +161,7 @@ class Peers:
     def _load_new(self, body: Body) -> Peer:
         peer = Peer(body, Tables(self._driver, self._agent, self._handle, body.agent))
         try:
-            with map_native(
-                "connecting", backend=self._backend, peer=body.agent, otherwise=PeerLostError
-            ):
+            with map_native("connecting", backend=self._backend, otherwise=PeerLostError):
                 self._connector.connect(
                     body.agent, lambda: self._native(body.connection, body.agent)
                 )
@@ -203,7 +201,6 @@ class Peers:
         with map_native(
             "loading the peer's metadata",
             backend=self._backend,
-            peer=name,
             otherwise=MalformedMetadataError,
         ):
             loaded = self._agent.loadRemoteMD(metadata)
@@ -212,7 +209,7 @@ class Peers:
             if other not in self._by_name:
                 self._forget(other)
             raise MalformedMetadataError(
-                f"the metadata of {name!r} describes another agent", backend=self._backend
+                "a part of the metadata describes another agent", backend=self._backend
             )
 
     def _forget(self, name: str) -> None:

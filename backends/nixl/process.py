@@ -71,22 +71,35 @@ def thread_ids() -> frozenset[str]:
     return frozenset(path.name for path in Path("/proc/self/task").iterdir())
 
 
-def spins(thread_id: str, window_s: float = 0.03) -> bool:
-    """Whether a thread wants a core for nearly all of ``window_s``."""
+def spins(thread_id: str, patience_s: float = 2.0) -> bool:
+    """Whether a thread runs without ever going to sleep.
+
+    It does when it used 20 ms of a core, or was ready for ``patience_s``, and
+    gave up the core of its own accord not once.
+    """
+    task = Path(f"/proc/self/task/{thread_id}")
+    until = time.monotonic() + patience_s
     try:
-        before = _wanted_ns(thread_id)
-        start = time.monotonic_ns()
-        time.sleep(window_s)
-        wanted = _wanted_ns(thread_id) - before
+        sleeps, used = _sleeps(task), _used_ns(task)
+        while time.monotonic() < until and _used_ns(task) - used < 20_000_000:
+            time.sleep(0.001)
+            if _sleeps(task) != sleeps:
+                return False
     except OSError:
         return False  # it has ended
-    return wanted > 0.8 * (time.monotonic_ns() - start)
+    return True
 
 
-def _wanted_ns(thread_id: str) -> int:
-    """Time that a thread ran or waited for a core."""
-    ran, waited, _ = Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()
-    return int(ran) + int(waited)
+def _sleeps(task: Path) -> int:
+    """How often a thread gave up its core to wait."""
+    for line in (task / "status").read_text().splitlines():
+        if line.startswith("voluntary_ctxt_switches:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _used_ns(task: Path) -> int:
+    return int((task / "schedstat").read_text().split()[0])
 
 
 def make_immortal(thing: object) -> None:

@@ -17,9 +17,9 @@ class Placed:
 
     NIXL finds a registration by address and device id, and takes the first
     that covers a descriptor.  Below that, every plugin uses the device id's
-    lower 32 bits only.  The upper 32 therefore hold the region's id, so that
-    no two regions of an agent are alike to NIXL: neither two registrations of
-    one buffer nor one that came and went at the same address.
+    lower 32 bits only.  The upper 32 therefore hold a region's id, so that no
+    two registrations of an agent are alike to NIXL: neither overlapping ones
+    nor one that came at the address of another that went.
     """
 
     region_id: int

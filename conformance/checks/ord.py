@@ -40,6 +40,9 @@ def two_writes_same_range(ctx: Context) -> None:
         numbers = [scene.post("write", Ranges.whole(size))]
         if not ctx.supports("ordering"):
             ctx.a.wait(numbers[0])
+        if not ctx.supports("completion"):
+            first = Overlay(scene.ends("write")[3], (0,), (0,), (size,))
+            ctx.same(ctx.b, "dst", Expected(BLANK, (first,)), "the first of two writes")
         numbers.append(ctx.a.post("write", second))
         for number in numbers:
             ctx.a.wait(number)
@@ -60,10 +63,12 @@ def flush_makes_visible(ctx: Context) -> None:
         for number in numbers:
             ctx.a.wait(number)
         _, _, sink, pattern = scene.ends(op)
-        found = sink.peek("dst", size - 64, 64)
-        ctx.expect(
-            found == pattern.data(size - 64, 64).tobytes(), f"{op}s are DONE, their end is missing"
-        )
+        if op == "read" or ctx.supports("completion"):
+            found = sink.peek("dst", size - 64, 64)
+            ctx.expect(
+                found == pattern.data(size - 64, 64).tobytes(),
+                f"{op}s are DONE, their end is missing",
+            )
         scene.arrived(op, Ranges.whole(size))
 
 
@@ -75,8 +80,10 @@ def read_after_write_same_range(ctx: Context) -> None:
     for key in range(20, 70):
         ctx.a.fill("src", Pattern("coded", key).wire())
         scene.move("write", Ranges.whole(size))
-        ctx.a.move("read", [["dst", "dst", [0], [0], [size]]])
         want = Expected(BLANK, (Overlay(Pattern("coded", key), (0,), (0,), (size,)),))
+        if not ctx.supports("completion"):
+            ctx.same(ctx.b, "dst", want, f"write {key}")
+        ctx.a.move("read", [["dst", "dst", [0], [0], [size]]])
         ctx.same(ctx.a, "dst", want, f"read after write {key} was DONE")
 
 

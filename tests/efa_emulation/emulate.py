@@ -7,9 +7,9 @@
 ``run`` makes two network namespaces joined by a virtual cable, runs COMMAND in
 the first one and removes them afterwards.  COMMAND finds in its environment
 
-``KVT_EFA_LEVEL``        1: libfabric's TCP provider; 2: emulated EFA and Neuron
-``KVT_EFA_PEER_PREFIX``  what to put before a command to run it in the second one
-``KVT_EFA_CONFIG``       the efa backend's options for that level, as JSON
+``EFA_EMULATION_LEVEL``        1: libfabric's TCP provider; 2: emulated EFA and Neuron
+``EFA_EMULATION_PEER_PREFIX``  what to put before a command to run it in the second one
+``EFA_EMULATION_CONFIG``       the efa backend's options for that level, as JSON
 
 Needs root for the namespaces, gcc for the shims, and on Debian the packages
 libhwloc15, libnuma1 and libfabric-dev, which ``prepare`` unpacks into its own
@@ -114,9 +114,9 @@ def environment(level: int) -> dict[str, str]:
         raise SystemExit(f"run first: {sys.executable} {HERE / 'emulate.py'} prepare")
     folders = [CACHE / "common", mpich, cudart, CACHE / "debian" / LIBRARY_DIRS]
     variables = {
-        "KVT_EFA_LEVEL": str(level),
-        "KVT_EFA_CONFIG": json.dumps(CONFIGS[level]),
-        "KVT_EFA_PEER_PREFIX": shlex.join(exec_prefix("b", level)),
+        "EFA_EMULATION_LEVEL": str(level),
+        "EFA_EMULATION_CONFIG": json.dumps(CONFIGS[level]),
+        "EFA_EMULATION_PEER_PREFIX": shlex.join(exec_prefix("b", level)),
         "FI_PROVIDER_PATH": str(mpich / "libfabric"),
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
     }

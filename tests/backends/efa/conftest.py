@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-LEVEL = os.environ.get("KVT_EFA_LEVEL", "")
+LEVEL = os.environ.get("EFA_EMULATION_LEVEL", "")
 KIND = "neuron" if LEVEL == "2" else "host"
 MIB = 1 << 20
 
@@ -32,14 +32,14 @@ def kind() -> str:
 
 @pytest.fixture
 def config() -> dict[str, Any]:
-    return json.loads(os.environ["KVT_EFA_CONFIG"])
+    return json.loads(os.environ["EFA_EMULATION_CONFIG"])
 
 
 @pytest.fixture
 def there(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     from support.nixl_side import There
 
-    prefix = tuple(shlex.split(os.environ["KVT_EFA_PEER_PREFIX"]))
+    prefix = tuple(shlex.split(os.environ["EFA_EMULATION_PEER_PREFIX"]))
     yield from made(There, config, prefix=prefix)
 
 

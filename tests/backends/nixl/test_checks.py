@@ -161,7 +161,7 @@ def test_efa_accepts_a_good_environment_and_a_permitted_fallback(monkeypatch):
 
 def test_the_preflight_runs_and_names_what_is_missing():
     found = checks.examine(EfaConfig())
-    assert "libnrt.so.1" in found.missing or "KVT_EFA_LEVEL" in os.environ
+    assert "libnrt.so.1" in found.missing or "EFA_EMULATION_LEVEL" in os.environ
 
 
 def test_a_second_libfabric_in_the_process_is_refused(monkeypatch):

@@ -12,7 +12,6 @@ NAMES = (
     "tcp_write_bytes",
     "served_read_bytes",
     "served_write_bytes",
-    "discarded_reads",
     "peers_vm",
     "peers_tcp",
     "pull_refused",

@@ -25,7 +25,6 @@ from kvtransport.errors import (
     KVTransportError,
     PeerError,
     PeerLostError,
-    TransferCancelledError,
     TransferFailedError,
 )
 from kvtransport_backends.host._body import Body
@@ -190,30 +189,30 @@ class Lane:
     def _carry_out(self, job: Job) -> None:
         if not job.begin():
             return
-        try:
-            self._move(job)
-        except _ClosingError:
-            if job.op is Op.WRITE:
-                self._shared.events.lose(job)  # the peer may still be storing a batch
-                return
-            error: KVTransportError = TransferFailedError("the agent was closed", backend="host")
-        except (KVTransportError, OSError) as raised:
-            error = _translated(raised)
-        except Exception as raised:  # noqa: BLE001  # the edge of the progress loop
-            # A mistake of ours ends this transfer with an error, not the thread.
-            error = BackendContractError(
-                f"{type(raised).__name__}: {raised}", backend="host", native=raised
-            )
-        else:
-            self._shared.events.finish(job, None)
+        error, quiet = self._attempt(job)
+        if not quiet and job.op is Op.WRITE:
+            self._shared.events.lose(job)  # the peer may still be storing a batch
             return
-        if not isinstance(error, TransferCancelledError):
-            _log.debug("host transfer %d failed: %s", job.ticket, error)
         if isinstance(error, PeerError):
             self._fail_queue(error)
         self._shared.events.finish(job, error)
-        if isinstance(error.native, ConnectionError) and not self.vm:
+        if error and isinstance(error.native, ConnectionError) and not self.vm:
             self._connection_ended()
+
+    def _attempt(self, job: Job) -> tuple[KVTransportError | None, bool]:
+        """Carry out ``job``: its error, and whether the peer is surely done with it."""
+        try:
+            self._move(job)
+        except _ClosingError:
+            return TransferFailedError("the agent was closed", backend="host"), False
+        except (KVTransportError, OSError) as raised:
+            return _translated(raised), True
+        except Exception as raised:  # noqa: BLE001  # the edge of the progress loop
+            # A mistake of ours ends this transfer, not the thread.
+            _log.exception("host transfer %d met a bug", job.ticket)
+            text = f"{type(raised).__name__}: {raised}"
+            return BackendContractError(text, backend="host", native=raised), False
+        return None, True
 
     def _move(self, job: Job) -> None:
         def between() -> None:
@@ -242,13 +241,12 @@ class Lane:
         self._shared.counters.add("tcp_read_bytes", plan.total)
 
     def _write(self, job: Job) -> None:
-        # A batch that the peer began cannot be called back: cancel acts between.
-        with self._connected(self._check_stopping) as channel:
-            for rows, vectors in job.plan.batches():
-                job.check()
+        for rows, vectors in job.plan.batches():
+            # A batch that the peer began cannot be called back: cancel acts between.
+            job.check()
+            with self._connected(self._check_stopping) as channel, self._patience(channel):
                 pulled = channel.can_pull
-                with self._patience(channel):
-                    channel.write(rows, vectors)
+                channel.write(rows, vectors)
                 if pulled and not channel.can_pull:
                     self._shared.counters.add("pull_refused")
                 name = "vm_write_bytes" if channel.can_pull else "tcp_write_bytes"
@@ -261,7 +259,7 @@ class Lane:
 
     @contextmanager
     def _patience(self, channel: Channel) -> Iterator[None]:
-        """After a stall, wait until the peer cannot act on what it was sent.
+        """After an error of ours, wait until the peer cannot act on what it was sent.
 
         It may be frozen with our request in its socket.  Once awake it meets the
         end of our stream: an unfinished request is dropped, a finished one is
@@ -270,7 +268,9 @@ class Lane:
         """
         try:
             yield
-        except TimeoutError as error:
+        except ConnectionError:
+            raise  # the peer's end is closed, which it does after its last copy
+        except OSError as error:
             lost = _translated(error)
             channel.stream.end_writing()
             answer = b""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvtransport_backends.host._counters import Counters
 from kvtransport_backends.host._handshake import (
     REPLY_BYTES,
     Caller,
@@ -52,9 +53,11 @@ class Listener:
         own: Credentials,
         timeout_s: float,
         on_caller: OnCaller,
-        name: str,
+        counters: Counters,
     ) -> None:
         self._own = own
+        self._counters = counters
+        self._starved = False
         self._timeout_s = timeout_s
         self._on_caller = on_caller
         self._sockets = sockets
@@ -67,7 +70,7 @@ class Listener:
             sock.listen(_BACKLOG)
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvt-host-listen", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -113,9 +116,12 @@ class Listener:
             return
         except OSError as error:
             # Out of descriptors: the caller stays queued, so do not spin on it.
-            _log.warning("host backend cannot accept a connection: %s", error)
+            if not self._starved:
+                _log.warning("host backend cannot accept connections: %s", error)
+            self._starved = True
             time.sleep(_NO_DESCRIPTORS_PAUSE_S)
             return
+        self._starved = False
         sock.setblocking(False)
         handshake = ServerHandshake(self._own)
         try:
@@ -146,7 +152,9 @@ class Listener:
         self._forget(pending)
         accepted = pending.handshake.accept(bytes(pending.received))
         if accepted is None:
-            _log.warning("host backend refused a connection: it does not prove this agent's token")
+            # Not a warning: strangers must not be able to fill the log.
+            _log.debug("host backend refused a connection: it does not prove this agent's token")
+            self._counters.add("connections_refused")
             pending.sock.close()
             return
         caller, answer = accepted

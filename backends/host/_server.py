@@ -44,7 +44,7 @@ class Server:
         self._closing = False
         sockets = self._open_sockets()
         self._listener = Listener(
-            sockets, self.own, config.handshake_timeout_s, self._serve, "kvt-host-listen"
+            sockets, self.own, config.handshake_timeout_s, self._serve, counters
         )
 
     def _open_sockets(self) -> list[socket.socket]:

@@ -132,7 +132,7 @@ class HostBackend(Backend):
         if not found.available:
             raise BackendUnavailableError(found.reason, hint=found.hint, backend="host")
         if config.allow_ptracer and config.path != "tcp" and yama_scope() == 1:
-            _sys.allow_any_ptracer()
+            _allow_ptracer()
         self._config = config
         self._server = server = Server(config, self, self._counters)
         self._shared = Shared(
@@ -315,3 +315,14 @@ class HostBackend(Backend):
             self._server.abandon()
         for lane in [*self._retired, *(peer.lane for peer in self._peers.values())]:
             lane.abandon()
+
+
+def _allow_ptracer() -> None:
+    try:
+        _sys.allow_any_ptracer()
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"allow_ptracer is set, but PR_SET_PTRACER is refused: {error.strerror}",
+            hint="unset allow_ptracer",
+            backend="host",
+        ) from error

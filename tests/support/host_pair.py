@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.host_peer import pattern
 
 from kvtransport.agent import Agent
 from kvtransport.backend import Blocks
+from kvtransport.region import Region
 
 __all__ = ["Pair", "Remote", "blocks", "pattern"]
 
@@ -28,10 +30,15 @@ class Remote:
     """The peer process; ``call`` runs one of ``PeerProcess``'s methods in it."""
 
     def __init__(
-        self, config: dict[str, Any] | None = None, name: str = "peer", script: Path = _PEER
+        self,
+        config: dict[str, Any] | None = None,
+        name: str = "peer",
+        *,
+        script: Path = _PEER,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(script)],
+            [*prefix, sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_PEER.parent.parent,
@@ -107,12 +114,13 @@ class Pair:
     ) -> None:
         self.remote = remote or Remote(remote_config or config)
         self.agent = Agent.open("host", name="here", config=config)
+        self.local: dict[str, Region] = {}
+        self.here: np.ndarray
         self.backend = self.agent._backend
 
     def memory(self, name: str, nbytes: int, fill: int = 0) -> np.ndarray:
         """Local registered memory; its region is ``self.local[name]``."""
         buffer = np.full(nbytes, fill, np.uint8)
-        self.local = getattr(self, "local", {})
         self.local[name] = self.agent.register(buffer, name=name)
         return buffer
 

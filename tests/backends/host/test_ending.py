@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -14,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host_pair import Pair, Remote
+from support.host_pair import Pair, Remote, pattern
 
 from kvtransport.agent import Agent
 from kvtransport.backend import Completion
-from kvtransport.errors import BackpressureError, ClosedError, ForkError
+from kvtransport.errors import BackpressureError, ClosedError, ForkError, TransferFailedError
 from kvtransport.layout.blocks import Pair as Descriptors
 from kvtransport.transfer import Transfer, TransferState
 from kvtransport_backends.host.backend import HostBackend
@@ -38,7 +39,7 @@ def connected(make_pair: Callable[..., Pair], nbytes: int, **config: object) -> 
     pair = make_pair(config)
     pair.remote.call("register", name="kv", nbytes=nbytes)
     pair.remote.call("set", name="kv", value=5)
-    pair.memory("mine", nbytes, fill=3)
+    pair.here = pair.memory("mine", nbytes, fill=3)
     pair.connect()
     return pair
 
@@ -53,20 +54,25 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_cancelled_transfers_end_quiet(make_pair: Callable[..., Pair], path: str, op: str) -> None:
     pair = connected(make_pair, BIG, path=path, chunk_bytes=65536)
+    pair.remote.call("register", name="other", nbytes=MIB, seed=4)
+    pair.connect()
     transfers = [post(pair, op, BIG) for _ in range(4)]
+    if op == "read":
+        until(lambda: pair.here[0] == 5)  # its first bytes have landed
     for transfer in transfers:
         transfer.cancel()
     for transfer in transfers:
         until(lambda transfer=transfer: transfer.poll().terminal)
     assert transfers[-1].state is TransferState.CANCELLED
     # Quiet: neither side changes any more.
-    here = pair.agent._regions.by_id[pair.local["mine"].region_id]
-    assert here.users == 0
-    before = pair.remote.call("digest", name="kv", stop=32 * MIB)
+    here, there = pair.here.copy(), pair.remote.call("digest", name="kv")
     time.sleep(0.3)
-    assert pair.remote.call("digest", name="kv", stop=32 * MIB) == before
-    # And the connection, or a new one, still works.
-    post(pair, op, MIB).wait(20)
+    assert (pair.here == here).all()
+    assert pair.remote.call("digest", name="kv") == there
+    # And what comes next gets its own bytes, not the rest of what was cancelled.
+    ranges = Descriptors.ranges(pair.local["mine"], [0], pair.peer.region("other"), [0], [MIB])
+    pair.agent.read(pair.peer, [ranges]).wait(20)
+    assert (pair.here[:MIB] == pattern(4, MIB)).all()
 
 
 def test_cancelling_a_queued_transfer_spares_its_siblings(
@@ -113,6 +119,25 @@ def test_close_in_flight(make_pair: Callable[..., Pair], path: str, op: str) -> 
     before = pair.remote.call("digest", name="kv", stop=32 * MIB)
     time.sleep(0.2)
     assert pair.remote.call("digest", name="kv", stop=32 * MIB) == before
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_local_memory_that_is_not_mapped(
+    make_pair: Callable[..., Pair], path: str, op: str
+) -> None:
+    """An error of ours, met by a system call: typed, quiet, and the next one works."""
+    pair = connected(make_pair, MIB, path=path)
+    hole = mmap.mmap(-1, MIB)
+    address = np.frombuffer(hole, np.uint8).ctypes.data
+    hole.close()
+    good = pair.local["mine"]
+    pair.local["mine"] = pair.agent.register((address, MIB, None), name="hole")
+    transfer = post(pair, op, MIB)
+    with pytest.raises(TransferFailedError):
+        transfer.wait(20)
+    assert transfer.state is TransferState.FAILED
+    pair.local["mine"] = good
+    post(pair, op, MIB).wait(20)
 
 
 def test_target_closes_in_flight(make_pair: Callable[..., Pair], path: str) -> None:

@@ -207,6 +207,48 @@ def test_another_user_is_refused_or_served_over_tcp(make_remote: Callable[..., R
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("namespace", "read_by"), [("--pid", "tcp"), ("--ipc", "vm"), ("--uts", "vm")]
+)
+def test_peer_in_another_namespace(
+    make_remote: Callable[..., Remote],
+    make_agent: Callable[..., Agent],
+    namespace: str,
+    read_by: str,
+) -> None:
+    """A process id of another namespace names somebody else here: it is not used."""
+    remote = make_remote(prefix=["unshare", namespace, "--fork", "--kill-child"])
+    remote.call("register", name="kv", nbytes=MIB, seed=1)
+    agent = make_agent()
+    here = np.zeros(MIB, np.uint8)
+    local = agent.register(here, name="mine")
+    peer = agent.add_peer(bytes.fromhex(remote.call("export")))
+    ranges = [Pair.ranges(local, [0], peer.region("kv"), [0], [MIB])]
+    agent.read(peer, ranges).wait(20)
+    assert (here == pattern(1, MIB)).all()
+    agent.write(peer, ranges).wait(20)
+    counters = agent._backend.counters()
+    assert counters[f"{read_by}_read_bytes"] == counters[f"{read_by}_write_bytes"] == MIB
+
+
+@needs_root
+def test_peer_in_another_network_is_read_but_not_written(
+    make_remote: Callable[..., Remote], make_agent: Callable[..., Agent]
+) -> None:
+    """Its memory is here, its sockets are not: READ works, WRITE fails and says so."""
+    remote = make_remote(prefix=["unshare", "--net", "--fork", "--kill-child"])
+    remote.call("register", name="kv", nbytes=MIB, seed=1)
+    agent = make_agent({"handshake_timeout_s": 1.0})
+    local = agent.register(np.zeros(MIB, np.uint8), name="mine")
+    peer = agent.add_peer(bytes.fromhex(remote.call("export")))
+    ranges = [Pair.ranges(local, [0], peer.region("kv"), [0], [MIB])]
+    agent.read(peer, ranges).wait(20)
+    with pytest.raises(PeerLostError, match="cannot connect"):
+        agent.write(peer, ranges).wait(20)
+    agent.read(peer, ranges).wait(20)
+
+
+@needs_root
 def test_write_is_sent_when_the_target_may_not_fetch_it(
     make_remote: Callable[..., Remote], tmp_path: Any
 ) -> None:

@@ -6,12 +6,13 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtransport.agent import Agent
@@ -25,6 +26,7 @@ from kvtransport.errors import (
 )
 from kvtransport.layout.blocks import Pair
 from kvtransport_backends.host import INFO, HostConfig, _body, _sys
+from kvtransport_backends.host import backend as backend_module
 from kvtransport_backends.host._body import RegionEntry
 from kvtransport_backends.host._guard import Guard
 from kvtransport_backends.host._probe import probe
@@ -106,6 +108,21 @@ def test_probe_says_what_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Linux" in probe(HostConfig()).reason
 
 
+def test_ptracer_is_allowed_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yama at level 1, or a kernel without it, which answers EINVAL."""
+    calls = []
+    monkeypatch.setattr(backend_module, "yama_scope", lambda: 1)
+    monkeypatch.setattr(_sys, "allow_any_ptracer", lambda: calls.append(1))
+    for options in ({}, {"allow_ptracer": True, "path": "tcp"}, {"allow_ptracer": True}):
+        Agent.open("host", name="x", config=options).close()
+    assert calls == [1]
+    monkeypatch.undo()
+    if not Path("/proc/sys/kernel/yama").exists():
+        monkeypatch.setattr(backend_module, "yama_scope", lambda: 1)
+        with pytest.raises(BackendUnavailableError, match="unset allow_ptracer"):
+            Agent.open("host", name="x", config={"allow_ptracer": True})
+
+
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     limit=st.integers(1, 60),
@@ -157,6 +174,8 @@ REGIONS = [RegionEntry(3, 1000, 100, 3, 0), RegionEntry(7, 5000, 50, 1, 1)]
     nbytes=st.one_of(st.integers(0, 200), st.integers(2**64 - 200, 2**64 - 1)),
     need=st.sampled_from(["read", "write", "local"]),
 )
+@example(region=3, offset=50, nbytes=2**64 - 10, need="read")
+@example(region=3, offset=2**64 - 10, nbytes=50, need="read")
 def test_table_lets_nothing_outside_through(
     region: int, offset: int, nbytes: int, need: Any
 ) -> None:

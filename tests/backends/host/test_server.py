@@ -230,20 +230,36 @@ def test_mute_listener_is_bounded(make_agent: Callable[..., Agent], mute_address
     assert not agent._backend._peers
 
 
-def test_listener_that_is_no_agent(make_agent: Callable[..., Agent]) -> None:
+@pytest.mark.parametrize(
+    ("greeting", "answer", "text"),
+    [
+        (b"220 mail.example.org ESMTP ready and waiting\r\n", b"", "no host agent"),
+        (b"KVTHOST1" + bytes(16), bytes(32), "another agent answers"),
+    ],
+)
+def test_listener_that_is_not_our_peer(
+    make_agent: Callable[..., Agent], greeting: bytes, answer: bytes, text: str
+) -> None:
+    """It accepts whatever we prove, but cannot prove the token itself."""
+
+    def pretend(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(greeting)
+            if answer:
+                sock.recv(4096)
+                sock.sendall(answer)
+                sock.recv(1)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         agent = make_agent({"path": "tcp", "handshake_timeout_s": 2.0})
-        body = _body.Body(bytes(16), bytes(32), None, f"127.0.0.1:{server.getsockname()[1]}", ())
-
-        def answer() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.sendall(b"220 mail.example.org ESMTP ready and waiting\r\n")
-
-        thread = threading.Thread(target=answer)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        thread = threading.Thread(target=pretend, args=(server,))
         thread.start()
-        with pytest.raises(PeerLostError, match="no host agent"):
-            agent._backend.import_peer(1, _body.encode(body))
+        with pytest.raises(PeerLostError, match=text):
+            agent._backend.import_peer(
+                1, _body.encode(_body.Body(bytes(16), bytes(32), None, address, ()))
+            )
         thread.join(5)
 
 

@@ -35,7 +35,7 @@ def whole(pair: Pair, nbytes: int = MIB) -> list[object]:
 def pair(make_pair: Callable[..., Pair], path: str) -> Pair:
     pair = make_pair({"path": path, "stall_timeout_s": 2.0})
     pair.remote.call("register", name="kv", nbytes=MIB, seed=1)
-    pair.memory("mine", MIB)
+    pair.here = pair.memory("mine", MIB, fill=9)
     pair.connect()
     return pair
 
@@ -50,6 +50,7 @@ def test_deregistered_region_is_stale(pair: Pair, op: str) -> None:
         transfer.wait(20)
     assert transfer.state is TransferState.FAILED
     assert pair.remote.call("digest", name="kv") == before
+    assert (pair.here == 9).all()  # known to be stale before anything was copied
     counters = pair.counters()
     assert not any(counters[f"{way}_{op}_bytes"] for way in ("vm", "tcp"))
 

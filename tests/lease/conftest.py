@@ -51,7 +51,7 @@ def peer_process() -> Iterator[Callable[..., lease_peer.PeerProcess]]:
 def eventually() -> Callable[..., None]:
     """Wait until something is true."""
 
-    def wait(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def wait(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         end = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < end, "did not become true in time"

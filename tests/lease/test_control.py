@@ -139,13 +139,13 @@ def test_discarded_handoff(engine: Engine, eventually: Eventually) -> None:
 
 def test_renewal_outlives_the_first_duration(engine: Engine, eventually: Eventually) -> None:
     owner = engine("owner", hold=64)
-    reader = engine("reader", peers={"o": owner.address}, lease_s=0.4)
+    reader = engine("reader", peers={"o": owner.address}, lease_s=1.5)
     lease = leased(reader, chain(64))
     first = lease.deadline
-    eventually(lambda: time.monotonic() > first + 1.0)
+    eventually(lambda: time.monotonic() > first)
     assert lease.valid()
     assert leases(owner) == 1
-    assert reader.status()["client"]["counters"]["lease.renewed"] >= 2
+    assert reader.status()["client"]["counters"]["lease.renewed"] >= 1
     lease.release(delivered=False)
     eventually(lambda: leases(owner) == 0)
 

@@ -116,10 +116,10 @@ def test_reader_killed_costs_the_rest_of_its_lease(
     engine: Engine, peer_process: Process, eventually: Eventually
 ) -> None:
     owner = engine("owner", hold=64)
-    script = peer_process(engine_id="reader", peers={"o": owner.address}, lease_s=1.0)
+    script = peer_process(engine_id="reader", peers={"o": owner.address})
     eventually(lambda: script.status()["peers"][0]["state"] == "connected")
     # Any reader's lease will do; nobody renews or releases this one.
-    grant = owner.ledger.lookup(chain(64).digests, 64, duration_s=1.0, reader="reader")
+    grant = owner.ledger.lookup(chain(64).digests, 64, duration_s=4.0, reader="reader")
     assert grant is not None
     script.kill()
     assert owner.ledger.snapshot()["leases"] == 1

@@ -184,6 +184,8 @@ class Pair:
         raise ChildFailed({"type": "ValueError", "message": f"no controller operation {op!r}"})
 
     def _spawn(self, name: str) -> None:
+        if name in self.peers:  # the dead one that this one takes over from
+            self.peers.pop(name).end()
         child = Child(name, self._launch, self._inbox, peer=True)
         self.peers[name] = child
         target = dict(self._target)

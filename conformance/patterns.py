@@ -146,12 +146,11 @@ def _cause(actual: Bytes, want: Expected, wrong: NDArray[np.intp]) -> str:
 
 def _decode(actual: Bytes, position: int) -> tuple[int, int] | None:
     """Read the coded word around ``position``; alignment follows from consecutive indices."""
-    for shift in range(8):
-        start = position - shift
-        if start < 0 or start + 16 > len(actual):
-            continue
+    for start in range(max(0, position - 7), position + 8):
+        if start + 16 > len(actual):
+            break
         here, following = (int(word) for word in actual[start : start + 16].copy().view("<u8"))
         if following == here + 1 and (here >> _INDEX_BITS) & 1:
             key = here >> (_INDEX_BITS + 1)
-            return key, (here & _INDEX_MASK) * 8 + shift
+            return key, (here & _INDEX_MASK) * 8 + position - start
     return None

@@ -18,7 +18,9 @@ from typing import Any
 
 from kvtransport_conformance.wire import MAX_LINE, decode, encode
 
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 16_000
+_LAST_LINES = 6
+_FRAMES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +133,27 @@ class Child:
     def stacks(self) -> str:
         """Ask every thread for its stack; return what the log got from it."""
         before = self.log.stat().st_size
+        if self._process.poll() is not None:
+            return "ended already"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._target_pid(), signal.SIGUSR1)
         time.sleep(0.2)
         with self.log.open("rb") as log:
             log.seek(before)
-            return log.read(_TAIL_BYTES).decode(errors="replace")
+            return main_stack(log.read().decode(errors="replace"))
 
     # End -----------------------------------------------------------------------------
 
     def end(self, patience_s: float = 2.0) -> None:
         """Ask, wait, then kill the child and everything it started; idempotent."""
         self.asked_to_end = True
-        if self._process.poll() is None:
+        running = self._process.poll() is None
+        if running:
             self.send({"op": "exit", "id": 0})
-            if self._process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._process.stdin.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        if running:
             try:
                 self._process.wait(patience_s)
             except subprocess.TimeoutExpired:
@@ -179,11 +185,24 @@ class Child:
             how = f"ended with exit code {code}"
         return f"{how}; last output: {self.last_words()}"
 
-    def last_words(self, lines: int = 6) -> str:
+    def last_words(self) -> str:
+        """The end of the log; of a fatal error also the stack's innermost calls."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            text = log.read().decode(errors="replace").strip()
-        return " | ".join(text.splitlines()[-lines:]) or "nothing"
+            text = log.read().decode(errors="replace")
+        before, fatal, after = text.partition("Fatal Python error")
+        lines = before.strip().splitlines()[-_LAST_LINES:]
+        if fatal:
+            lines.append(fatal + after.partition("\n")[0])
+            lines += main_stack(after).splitlines()
+        return "\n".join(lines) or "nothing"
+
+
+def main_stack(dump: str) -> str:
+    """The innermost calls of the thread that a stack dump calls the current one."""
+    _, found, rest = dump.partition("Current thread")
+    lines = rest.splitlines()[1 : _FRAMES + 1] if found else dump.splitlines()[:_FRAMES]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def split_prefix(text: str) -> tuple[str, ...]:

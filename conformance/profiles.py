@@ -80,10 +80,11 @@ def evaluate(profile: Profile, graded: Mapping[str, Graded], *, declared: bool) 
     failed = sorted(key for key, entry in graded.items() if _fails(entry))
     if failed:
         return ProfileResult(Outcome.FAILURE, *counts, reason=f"failed: {', '.join(failed)}")
+    statuses = {entry.status for entry in graded.values()}
+    if not statuses or statuses - {Status.NOT_RUN} == {Status.NOT_VERIFIED}:
+        return ProfileResult(Outcome.NOT_VERIFIED, *counts, reason="no check could run")
     if not profile.gates:
-        ran = any(entry.status is Status.PASS for entry in graded.values())
-        outcome = Outcome.SUCCESS if ran else Outcome.NOT_VERIFIED
-        return ProfileResult(outcome, *counts, reason="recorded, never gates")
+        return ProfileResult(Outcome.SUCCESS, *counts, reason="recorded, never gates")
     if not declared:
         return ProfileResult(Outcome.REFUSED, *counts, reason=f"{profile.about} declared absent")
     missing = Counter(entry.status for entry in core if entry.status is not Status.PASS)

@@ -53,7 +53,7 @@ def build(session: Session, *, complete: bool) -> Report:
             "seed": plan.seed,
             "settings": dict(session.request_settings),
         },
-        "backend": facts.get("backend") or _unknown_backend(session),
+        "backend": _backend(session),
         "implementation": facts.get("implementation", {}),
         "environment": _environment(facts, seen),
         "setup": {"status": session.setup.status.value, "why": session.setup.why},
@@ -74,6 +74,17 @@ def build(session: Session, *, complete: bool) -> Report:
 
 def _no_result() -> CheckResult:
     return CheckResult(Status.NOT_RUN, Teardown.UNKNOWN, why="the run ended before this check")
+
+
+def _backend(session: Session) -> dict[str, Any]:
+    """Identity of the backend; options as a person wrote them, not with filled in addresses."""
+    if "backend" not in session.facts:
+        return _unknown_backend(session)
+    found = dict(session.facts["backend"])
+    if session.options.asked is not None:
+        config = session.options.asked.get("config", {})
+        found["config"] = {key: str(value) for key, value in sorted(config.items())}
+    return found
 
 
 def _unknown_backend(session: Session) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any, Self
 
+from kvtransport.errors import ConfigError
 from kvtransport_conformance.context import Settings
 from kvtransport_conformance.pair import ChildDied, ChildFailed, ChildHung, Graded, Pair
 from kvtransport_conformance.plan import Plan
@@ -61,6 +62,8 @@ class Options:
     skips: Mapping[str, str] = field(default_factory=dict)
     waivers: Mapping[str, Waiver] = field(default_factory=dict)
     network: Callable[[str], bool | None] = no_network
+    asked: Mapping[str, Any] | None = None
+    """The target as a person wrote it, when placing it changed its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,15 @@ class Session:
     @property
     def rerun(self) -> str:
         """The command that repeats this run."""
-        target = self.target.get("ref")
+        asked = self.options.asked or self.target
         words = ["kvt", "conformance", "run"]
-        words += ["--target", target] if target else ["--backend", self.target["backend"]]
+        ref = asked.get("ref")
+        words += ["--target", ref] if ref else ["--backend", asked["backend"]]
         for key, flag in (("config", "--config"), ("peer_config", "--peer-config")):
-            if self.target.get(key):
-                words += [flag, json.dumps(self.target[key], sort_keys=True)]
+            if asked.get(key):
+                words += [flag, json.dumps(asked[key], sort_keys=True)]
+        if self.options.asked:
+            return shlex.join([*words, "--netns", "--seed", str(self.plan.seed)])
         for prefix, flag in (
             (self.options.local_prefix, "--local-prefix"),
             (self.options.peer_prefix, "--peer-prefix"),
@@ -134,12 +140,16 @@ class Session:
     # Setting up -----------------------------------------------------------------------
 
     def start(self) -> Setup:
-        """Load and open the target once; every later check relies on its facts."""
+        """Load and open the target once; every later check relies on its facts.
+
+        Raises ``ConfigError`` when there is no such backend, target or option.
+        """
         pair = self._new_pair()
         try:
             self.facts = pair.start()
             self.setup = self._open(pair)
         except ChildFailed as error:
+            pair.end()
             self.setup = self._refused(error)
         except ChildDied as error:
             self.setup = Setup(Status.CRASH, f"while loading or opening the backend: {error}")
@@ -171,11 +181,12 @@ class Session:
 
     @staticmethod
     def _refused(error: ChildFailed) -> Setup:
-        kind = error.described["type"]
+        kind, message = error.described["type"], error.described["message"]
         if kind == "BackendUnavailableError":
-            return Setup(Status.NOT_VERIFIED, error.described["message"])
-        ours = error.described["ours"]
-        return Setup(Status.FAIL if ours else Status.ERROR, f"{error}\n{error.traceback}".strip())
+            return Setup(Status.NOT_VERIFIED, message)
+        if kind in {"ConfigError", "UnknownBackendError", "UnknownOptionError"}:
+            raise ConfigError(message)
+        return Setup(Status.FAIL, f"{error}\n{error.traceback}".strip())
 
     def _ready_pair(self) -> Pair:
         if self._pair is not None and self._pair.usable:

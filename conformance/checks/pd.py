@@ -208,7 +208,7 @@ def one_way_loss(ctx: Context) -> None:
     scene.move(ctx.op, Ranges.whole(1 << 20))
     if not ctx.fault("drop_ack"):
         raise NotVerified(
-            "needs a Target with inject('drop_ack'), or --netns as root on a network path"
+            "needs --netns (root) on a network path, or a Target with inject('drop_ack')"
         )
     try:
         posted = post_or_error(scene, ctx.op, Ranges.whole(1 << 20), 3.0)

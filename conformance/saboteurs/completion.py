@@ -78,14 +78,14 @@ class ReportsTwice(BrokenBackend):
 
 @saboteur()
 class BlocksInPoll(BrokenBackend):
-    """Waits inside ``poll`` while a transfer of exactly 16 MiB is under way."""
+    """Waits inside ``poll`` while a transfer of exactly 4 or 16 MiB is under way."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: set[int] = set()
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        if len(blocks) == 1 and blocks.total_bytes == 16 * MIB:
+        if len(blocks) == 1 and blocks.total_bytes in {4 * MIB, 16 * MIB}:
             self._open.add(ticket)
         self.inner.post(ticket, op, peer_id, blocks, notify)
 

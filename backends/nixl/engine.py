@@ -296,9 +296,15 @@ class NixlBackend(Backend):
     def _sweep(self) -> None:
         """Learn from the lifelines which peers have ended."""
         assert self._liveness is not None
-        for name in self._liveness.ended():
+        for name, polite in self._liveness.ended():
             peer = self._peers.named(name)
-            if peer is not None and peer.lost is None:
+            if peer is None or peer.lost is not None:
+                continue
+            if polite and not peer.in_flight:
+                # It closed in good order: worth an error on the next use only.
+                peer.lost = PeerLostError("the peer has closed", backend=self.info.name)
+                peer.tables.clear()
+            else:
                 ended = PeerLostError("the peer's process has ended", backend=self.info.name)
                 self._lose(peer, ended)
 

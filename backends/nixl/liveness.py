@@ -37,6 +37,7 @@ DETECTION_BOUND_S = 10.0
 """When the loss of a whole host is noticed at the latest; a process's is at once."""
 
 _TOKEN = 16
+_GOODBYE = b"\x00"
 _MAX_LIFELINES = 4096
 _MAX_ENDPOINTS = 32
 _SIOCGIFADDR = 0x8915
@@ -71,8 +72,12 @@ class Beacon:
         self._thread.start()
 
     def close(self) -> None:
+        """Say goodbye to the watchers and let go of them."""
         self._stop_write.close()
         self._thread.join(2.0)
+        for lifeline in self._held.values():
+            with contextlib.suppress(OSError):  # it is gone already
+                lifeline.send(_GOODBYE)
         for one in (self._server, self._stop_read, *self._held.values()):
             one.close()
 
@@ -130,11 +135,15 @@ class Liveness:
         self._lifelines[lifeline.fileno()] = (name, lifeline)
         self._poller.register(lifeline, select.POLLIN)
 
-    def ended(self) -> list[str]:
-        """The peers that have ended since the last call; never blocks."""
+    def ended(self) -> list[tuple[str, bool]]:
+        """The peers that have ended since the last call; never blocks.
+
+        With each name comes whether the peer said goodbye, which one that
+        closes its agent does and one that dies does not.
+        """
         if not self._lifelines:
             return []
-        return [self._cut(fd) for fd, _ in self._poller.poll(0)]
+        return [self._end(fd) for fd, _ in self._poller.poll(0)]
 
     def forget(self, name: str) -> None:
         for fd, (watched, _) in list(self._lifelines.items()):
@@ -146,6 +155,13 @@ class Liveness:
             self._cut(fd)
         if self._beacon is not None:
             self._beacon.close()
+
+    def _end(self, fd: int) -> tuple[str, bool]:
+        try:
+            polite = self._lifelines[fd][1].recv(1) == _GOODBYE
+        except OSError:
+            polite = False
+        return self._cut(fd), polite
 
     def _cut(self, fd: int) -> str:
         name, lifeline = self._lifelines.pop(fd)

@@ -88,6 +88,9 @@ def bit_exact_nan(ctx: Context) -> None:
 )  # fmt: skip
 def failed_transfer_is_flagged(ctx: Context) -> None:
     """Of transfers to a living and a dead peer exactly the right ones are reported failed."""
+    # A write that is DONE when its source may be reused says nothing of a dead target.
+    local = not ctx.supports("completion") and "read" in ctx.ops
+    op = "read" if local else ctx.op
     scene = ctx.scene(1 << 16)
     mortal = ctx.spawn("mortal")
     side = mortal.side()
@@ -102,8 +105,8 @@ def failed_transfer_is_flagged(ctx: Context) -> None:
     refused = 0
     for index in range(8):
         ranges = Ranges.of([4096 * index], [4096 * index], [4096])
-        living.append(scene.post(ctx.op, ranges))
-        posted = post_or_error(doomed, ctx.op, ranges, 5.0)
+        living.append(scene.post(op, ranges))
+        posted = post_or_error(doomed, op, ranges, 5.0)
         if isinstance(posted, Exception):
             refused += 1
             ctx.expect(isinstance(posted, KVTransportError), f"post raised {posted!r}")
@@ -117,7 +120,7 @@ def failed_transfer_is_flagged(ctx: Context) -> None:
         ctx.expect(result["state"] in {"failed", "quarantined"}, f"to the dead peer: {result}")
         ctx.expect(result["error"] is not None, "a failed transfer carries no error")
     _events_agree(ctx, living, dead)
-    scene.arrived(ctx.op, Ranges.whole(8 * 4096), "transfers to the living peer")
+    scene.arrived(op, Ranges.whole(8 * 4096), "transfers to the living peer")
     ctx.detail.update(refused=refused, failed=len(dead))
 
 

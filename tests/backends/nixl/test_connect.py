@@ -58,8 +58,8 @@ def test_the_number_of_agents_has_a_limit():
         connector.connect("one-more", lambda: None)
 
 
-def wait_until_ended(liveness: Liveness, count: int = 1) -> list[str]:
-    ended: list[str] = []
+def wait_until_ended(liveness: Liveness, count: int = 1) -> list[tuple[str, bool]]:
+    ended: list[tuple[str, bool]] = []
     for _ in range(200):
         ended += liveness.ended()
         if len(ended) >= count:
@@ -74,7 +74,7 @@ def test_a_lifeline_ends_with_its_beacon():
     watcher.watch("peer", beacon.contact)  # one lifeline per peer
     assert watcher.ended() == []
     beacon.close()
-    assert wait_until_ended(watcher) == ["peer"]
+    assert wait_until_ended(watcher) == [("peer", True)]
     with pytest.raises(PeerLostError, match="nobody answers"):
         watcher.watch("peer", beacon.contact)
     watcher.close()
@@ -115,7 +115,7 @@ def test_a_reader_that_leaves_or_talks_does_not_disturb_the_others():
     watcher.watch("late", beacon.contact)
     assert watcher.ended() == []
     beacon.close()
-    assert sorted(wait_until_ended(watcher, 2)) == ["late", "steady"]
+    assert sorted(wait_until_ended(watcher, 2)) == [("late", True), ("steady", True)]
     watcher.close()
 
 
@@ -130,3 +130,22 @@ def test_a_peer_without_a_beacon_is_not_watched():
 def test_a_malformed_contact_is_the_peers_fault(contact):
     with pytest.raises(MalformedMetadataError):
         Liveness("", 1.0).watch("peer", contact)
+
+
+def test_a_process_that_dies_says_no_goodbye():
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from kvtransport_backends.nixl.liveness import Beacon;"
+        " print(Beacon('127.0.0.1').contact, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        watcher = Liveness("", 2.0)
+        watcher.watch("peer", process.stdout.readline().strip())
+        process.kill()
+        assert wait_until_ended(watcher) == [("peer", False)]
+        watcher.close()

@@ -29,9 +29,13 @@ _WALK = 8
 
 
 class Node:
-    """Depths ``start`` < d <= ``end`` of ``chain``; ``ends`` are holdings of exactly ``end``."""
+    """Depths ``start`` < d <= ``end`` of ``chain``; ``ends`` are holdings of exactly ``end``.
 
-    __slots__ = ("chain", "children", "end", "ends", "parent", "start")
+    While it is attached, ``handle`` and ``branch`` are the keys under which the
+    index and the parent file it.
+    """
+
+    __slots__ = ("branch", "chain", "children", "end", "ends", "handle", "parent", "start")
 
     def __init__(self, parent: Node | None, chain: bytes, start: int, end: int) -> None:
         self.parent = parent
@@ -40,15 +44,14 @@ class Node:
         self.end = end
         self.children: dict[bytes, Node] | None = None
         self.ends: _Ends = None
+        self.handle = self.branch = b""
 
-    def handle(self) -> bytes:
+    def name(self) -> None:
+        """Set ``handle`` and ``branch`` for the present range."""
         start, end = self.start, self.end
         depth = end & (-1 << ((start ^ end).bit_length() - 1))
-        return self.chain[(depth - 1) * N : depth * N]
-
-    def branch(self) -> bytes:
-        """The key under which the parent files this node."""
-        return self.chain[self.start * N : (self.start + 1) * N]
+        self.handle = self.chain[(depth - 1) * N : depth * N]
+        self.branch = self.chain[start * N : (start + 1) * N]
 
     def holdings(self) -> Iterator[Holding]:
         if isinstance(self.ends, dict):
@@ -213,18 +216,19 @@ class PrefixIndex:
         assert parent is not None
         if parent.children is None:
             parent.children = {}
-        parent.children[node.branch()] = node
-        self._handles[node.handle()] = node
+        node.name()
+        parent.children[node.branch] = node
+        self._handles[node.handle] = node
         return node
 
     def _detach(self, node: Node) -> Node:
         parent = node.parent
         assert parent is not None
         assert parent.children is not None
-        del parent.children[node.branch()]
+        del parent.children[node.branch]
         if not parent.children:
             parent.children = None
-        del self._handles[node.handle()]
+        del self._handles[node.handle]
         return parent
 
     def _split(self, node: Node, depth: int) -> Node:

@@ -53,6 +53,14 @@ logger = logging.getLogger("kvtransport.lease.control")
 _BATCH = 128
 """Messages taken from one socket before the others get their turn."""
 
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+_WARN_EVERY_S = 60.0
+
 _LINGER_MS = 200
 """At close, releases get this long to leave; what does not costs one lease."""
 
@@ -77,6 +85,7 @@ class ControlPlane:
         self._status: dict[str, Callable[[], Any]] = {}
         self._work: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._warn_again_s = -math.inf
         self._thread: threading.Thread | None = None
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._server = LeaseServer(
@@ -109,6 +118,8 @@ class ControlPlane:
             self._wake.close()
             raise ConfigError(f"listen = {self.settings.listen}: {error}") from None
         self._watch(self._router, self._on_router)
+        self._refusals = self._router.get_monitor_socket(_REFUSALS)
+        self._watch(self._refusals, self._on_refusal)
         self._watch(self._wake.fileno(), self._on_wake)
         if self._zap is not None:
             self._watch(self._zap.socket, self._zap.handle)
@@ -280,6 +291,19 @@ class ControlPlane:
                 with suppress(zmq.ZMQError):
                     self._router.send_multipart((client, reply), zmq.NOBLOCK)
 
+    def _on_refusal(self) -> None:
+        """Somebody connected who is no engine or has another secret; port scans too."""
+        self._refusals.recv_multipart(zmq.NOBLOCK)
+        self.counters["connection.refused"] += 1
+        now = self._clock()
+        if now >= self._warn_again_s:
+            self._warn_again_s = now + _WARN_EVERY_S
+            logger.warning(
+                "connection refused: no engine, or another cluster secret: engine_id=%s total=%d",
+                self.identity.engine_id,
+                self.counters["connection.refused"],
+            )
+
     def _begin(self, lookup: Lookup) -> None:
         self._client.begin(lookup, self._peers.resolve(lookup.targets))
 
@@ -331,6 +355,8 @@ class ControlPlane:
         self._peers.close(_LINGER_MS)
         if self._zap is not None:
             self._zap.socket.close(0)
+        self._router.disable_monitor()
+        self._refusals.close(0)
         self._router.close(0)
         self._context.term()
         self._wake.close()

@@ -141,7 +141,9 @@ def test_wrong_secret_learns_nothing(
     (peer,) = stranger.peers()
     assert (peer.state, peer.engine_id) != ("connected", "owner")
     assert peer.engine_id == ""
-    assert owner.status()["ledger"]["leases"] == 1
+    status = owner.status()
+    assert status["ledger"]["leases"] == 1
+    assert status["control"]["connection.refused"] >= 1
 
 
 def test_the_owners_public_key_is_not_enough(engine: Engine) -> None:

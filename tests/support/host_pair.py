@@ -139,6 +139,7 @@ class Pair:
             self.agent.close()
         finally:
             self.remote.end()
+        assert self.agent._inflight.contract_errors == 0, "a second or unknown completion"
 
 
 def blocks(

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host_pair import Pair, Remote, pattern
+from support.host_pair import Pair, Remote, blocks, pattern
 
 from kvtransport.agent import Agent
-from kvtransport.backend import Completion
+from kvtransport.backend import Completion, Op
 from kvtransport.errors import BackpressureError, ClosedError, ForkError, TransferFailedError
 from kvtransport.layout.blocks import Pair as Descriptors
 from kvtransport.transfer import Transfer, TransferState
@@ -56,7 +56,10 @@ def test_cancelled_transfers_end_quiet(make_pair: Callable[..., Pair], path: str
     pair = connected(make_pair, BIG, path=path, chunk_bytes=65536)
     pair.remote.call("register", name="other", nbytes=MIB, seed=4)
     pair.connect()
+    second = pair.memory("second", MIB)
+    ranges = Descriptors.ranges(pair.local["second"], [0], pair.peer.region("other"), [0], [MIB])
     transfers = [post(pair, op, BIG) for _ in range(4)]
+    behind = pair.agent.read(pair.peer, [ranges])
     if op == "read":
         until(lambda: pair.here[0] == 5)  # its first bytes have landed
     for transfer in transfers:
@@ -70,9 +73,19 @@ def test_cancelled_transfers_end_quiet(make_pair: Callable[..., Pair], path: str
     assert (pair.here == here).all()
     assert pair.remote.call("digest", name="kv") == there
     # And what comes next gets its own bytes, not the rest of what was cancelled.
-    ranges = Descriptors.ranges(pair.local["mine"], [0], pair.peer.region("other"), [0], [MIB])
-    pair.agent.read(pair.peer, [ranges]).wait(20)
-    assert (pair.here[:MIB] == pattern(4, MIB)).all()
+    behind.wait(20)
+    assert (second == pattern(4, MIB)).all()
+
+
+def test_cancel_does_not_wait_for_a_frozen_peer(make_pair: Callable[..., Pair]) -> None:
+    """Long before the peer counts as stalled, and with most of the data still to come."""
+    pair = connected(make_pair, BIG, path="tcp", stall_timeout_s=3000.0)
+    transfer = post(pair, "read", BIG)
+    until(lambda: pair.here[0] == 5)
+    pair.remote.freeze()
+    transfer.cancel()
+    until(lambda: transfer.poll().terminal)
+    assert transfer.state is TransferState.CANCELLED
 
 
 def test_cancelling_a_queued_transfer_spares_its_siblings(
@@ -107,6 +120,20 @@ def test_full_queue_is_backpressure(make_pair: Callable[..., Pair], path: str) -
     for transfer in transfers:
         transfer.wait(20)
     post(pair, "read", 64 * MIB).wait(20)
+    # The core counts too; this is the backend's own bound.
+    mine, kv = pair.local["mine"].region_id, pair.peer.region("kv").region_id
+    one = blocks(mine, [0], kv, [0], [64 * MIB])
+    for ticket in range(1000, 1003):
+        pair.backend.post(ticket, Op.READ, pair.peer.peer_id, one, None)
+    with pytest.raises(BackpressureError):
+        pair.backend.post(1003, Op.READ, pair.peer.peer_id, one, None)
+    ended: set[int] = set()
+
+    def all_ended() -> bool:
+        ended.update(event.ticket for event in pair.backend.poll() if isinstance(event, Completion))
+        return ended == {1000, 1001, 1002}
+
+    until(all_ended)
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
@@ -146,6 +173,23 @@ def test_target_closes_in_flight(make_pair: Callable[..., Pair], path: str) -> N
         transfer = post(pair, op, BIG)
         pair.remote.call("close")
         until(lambda transfer=transfer: transfer.poll().terminal)
+
+
+def test_close_while_a_frozen_peer_is_served(
+    make_remote: Callable[..., Remote], make_agent: Callable[..., Agent]
+) -> None:
+    """The thread that waits for the peer to take its bytes ends with the agent."""
+    agent = make_agent({"path": "tcp", "stall_timeout_s": 3000.0})
+    agent.register(np.full(BIG, 5, np.uint8), name="kv")
+    remote = make_remote({"path": "tcp"})
+    remote.call("register", name="mine", nbytes=BIG)
+    remote.call("add_peer", blob=agent.metadata().hex())
+    remote.call("post", op="read", peer="here", local="mine", remote="kv", nbytes=BIG)
+    remote.freeze()
+    serving = [thread for thread in threading.enumerate() if thread.name == "kvt-host-serve"]
+    assert serving
+    agent.close()
+    assert not any(thread.is_alive() for thread in serving)
 
 
 def test_close_races_poll(make_pair: Callable[..., Pair], path: str) -> None:
@@ -231,11 +275,13 @@ def test_dropped_peers_leave_nothing(
 
 
 SCRIPT = """
-    import sys
+    import atexit, sys, threading
     import numpy as np
     from kvtransport.agent import Agent
     from kvtransport.layout.blocks import Pair
 
+    # Runs last: no thread may copy into memory that the interpreter takes down.
+    atexit.register(lambda: print("threads", threading.active_count()))
     blob, path = bytes.fromhex(sys.argv[1]), sys.argv[2]
     agent = Agent.open("host", name="script", config={"path": path})
     region = agent.register(np.zeros(1 << 26, np.uint8), name="mine")
@@ -263,7 +309,7 @@ def test_exit_without_close(make_remote: Callable[..., Remote], path: str, busy:
         check=False,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "end\nthreads 1\n"), done.stderr
     assert done.stderr == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -120,9 +121,11 @@ def test_deregister_during_a_tcp_read_answers_stale(make_pair: Callable[..., Pai
     n = 128 * MIB
     pair.remote.call("register", name="kv", nbytes=n)
     pair.remote.call("set", name="kv", value=1)
-    pair.memory("mine", n)
+    here = pair.memory("mine", n)
     pair.connect()
     transfer = pair.agent.read(pair.peer, whole(pair, n))
+    while not here[0]:
+        time.sleep(0)
     pair.remote.call("deregister", name="kv")
     with pytest.raises(StaleDescriptorError):
         transfer.wait(20)

@@ -113,8 +113,9 @@ def libfabric_path() -> str:
     """The file that ``LIBFABRIC`` was loaded from."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123
         for line in maps:
-            if "/libfabric" in line and ".so" in line:
-                return line.split(maxsplit=5)[5].strip()
+            path = line.split(maxsplit=5)[5].strip() if "/" in line else ""
+            if path.rpartition("/")[2].startswith("libfabric.so"):
+                return path
     return ""
 
 

@@ -30,6 +30,14 @@ class Plan:
         return chosen
 
     @property
+    def words(self) -> list[str]:
+        """Options of ``kvt conformance run`` that choose this plan again."""
+        if self.excluded:
+            return ["--check", ",".join(sorted(self.checks))]
+        usual = tuple(name for name, profile in PROFILES.items() if profile.default)
+        return [] if self.profiles == usual else ["--profile", ",".join(self.profiles)]
+
+    @property
     def excluded(self) -> dict[str, dict[str, str]]:
         """Checks of the named profiles that are not in the plan, with their levels."""
         return excluded(self.profiles, self.checks)

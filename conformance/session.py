@@ -112,6 +112,7 @@ class Session:
         words = ["kvt", "conformance", "run"]
         ref = asked.get("ref")
         words += ["--target", ref] if ref else ["--backend", asked["backend"]]
+        words += self.plan.words
         for key, flag in (("config", "--config"), ("peer_config", "--peer-config")):
             if asked.get(key):
                 words += [flag, json.dumps(asked[key], sort_keys=True)]

@@ -163,13 +163,15 @@ class PrefixIndex:
                 return None
             node = next(reversed(node.children.values()))
 
-    def prefixes(self, place: Place) -> Iterator[Holding]:
+    def prefixes(self, place: Place) -> list[Holding]:
         """Holdings whose full groups are all a prefix of the chain found, longest first."""
         node, depth = place.node, place.depth
+        found: list[Holding] = []
         while node.parent is not None:
             if node.ends is not None and node.end <= depth:
-                yield from node.holdings()
+                found.extend(node.holdings())
             node = node.parent
+        return found
 
     def add(self, holding: Holding, place: Place) -> None:
         """File a holding of at least one group, whose chain was found at ``place``."""

@@ -155,15 +155,15 @@ class RetainByValue(RetentionPolicy):
     def _entry(self, holding: Holding, pool: Pool, now: float) -> Entry:
         # A holding that was returned to waits for the turn after that one.
         turns = holding.turns + holding.returned
-        density = 2 * math.log2(_saved_s(holding) / max(1, holding.nbytes))
-        return Entry(holding, pool, (class_of(turns), round(density)), now)
+        density = _saved_s(holding) / (holding.nbytes or 1)
+        # The exponent of the square: one queue per factor of 1.4.
+        return Entry(holding, pool, (class_of(turns), math.frexp(density * density)[1]), now)
 
     def _value(self, entry: Entry, now: float) -> float:
         """Expected saving in seconds per byte."""
         holding = entry.holding
-        left_s = holding.expires_s - now
-        chance = self.returns.chance(entry.key[0], max(0.0, now - entry.used_s), left_s)
-        return chance * _saved_s(holding) / max(1, holding.nbytes)
+        chance = self.returns.chance(entry.key[0], now - entry.used_s, holding.expires_s - now)
+        return chance * _saved_s(holding) / (holding.nbytes or 1)
 
     # -- pools ----------------------------------------------------------------------
 
@@ -222,4 +222,4 @@ def _entry_of(holding: Holding) -> Entry:
 
 def _saved_s(holding: Holding) -> float:
     saved = holding.saved_s
-    return saved if math.isfinite(saved) and saved > 0 else holding.tokens * _UNKNOWN_TOKEN_S
+    return saved if 0.0 < saved < math.inf else holding.tokens * _UNKNOWN_TOKEN_S

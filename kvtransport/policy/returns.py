@@ -41,12 +41,10 @@ def class_of(turns: int) -> int:
 
 def position(age_s: float) -> float:
     """The age on the scale of bins: the whole part is the bin."""
-    if math.isnan(age_s) or age_s <= 0:
-        return 0.0
-    if age_s <= _FIRST_S:
-        return age_s / _FIRST_S
-    at = 1.0 + 2.0 * math.log2(age_s / _FIRST_S)
-    return at if at < _BINS else _BINS - 1e-9
+    if age_s > _FIRST_S:
+        at = 1.0 + 2.0 * math.log2(age_s / _FIRST_S)
+        return at if at < _BINS else _BINS - 1e-9
+    return age_s / _FIRST_S if age_s > 0 else 0.0
 
 
 class _Class:

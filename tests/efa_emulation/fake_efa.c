@@ -12,8 +12,16 @@
  *   fi_fabric    opens the TCP fabric and replaces its "open domain" operation
  *   domain       gets the TCP provider's own fi_info back, and replaces the
  *                operations "open endpoint" and "register memory"
- *   endpoint     replaces "set option", because TCP refuses EFA's options
+ *   endpoint     replaces "set option", because TCP refuses EFA's options, and the
+ *                posting operations, see below
  *   register     declares device memory as host memory, which it is here
+ *
+ * EFA has no connections and its NICs work without the program's help, so that its
+ * "try again" always ends.  TCP's does not: while NIXL tries again on one NIC, for
+ * ever, the connections of its others make no progress, and two sides can wait for
+ * each other; and a connection to a dead process never comes about.  Hence "try
+ * again" lets all completion queues progress here, and after PATIENCE seconds of it
+ * a post fails.
  *
  * Operation tables are patched in place, because the provider compares a domain's
  * table with the address of its own.  It has several kinds of each object, each
@@ -33,9 +41,13 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
+#include <pthread.h>
+#include <rdma/fi_rma.h>
+#include <rdma/fi_tagged.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* What NIXL's plugin links against, and what libfabric 2 calls inside. */
 #define CALLERS_ABI "FABRIC_1.7"
@@ -53,6 +65,7 @@ static const struct nic NICS[] = {
     {"rdmap160s27-rdm", 0xa0},
 };
 static const uint8_t PCI_DEVICE = 0x1b;
+static const double PATIENCE = 2.0;
 static const uint64_t LINK_SPEED = 100ull * 1000 * 1000 * 1000;
 
 typedef int (*getinfo_fn)(uint32_t, const char *, const char *, uint64_t,
@@ -157,6 +170,7 @@ static struct fi_info *tcp_hints(const struct fi_info *hints, int *device_memory
         asked->domain_attr->mr_mode =
             FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
         asked->domain_attr->mr_key_size = 0;
+        asked->domain_attr->threading = FI_THREAD_SAFE;
     }
     if (asked->ep_attr && asked->ep_attr->type == FI_EP_UNSPEC)
         asked->ep_attr->type = FI_EP_RDM;
@@ -271,6 +285,7 @@ static struct fi_info *undress(const struct fi_info *info)
     tcp->caps &= ~FI_HMEM;
     tcp->domain_attr->mr_mode &= ~FI_MR_HMEM;
     tcp->domain_attr->caps &= ~FI_HMEM;
+    tcp->domain_attr->threading = FI_THREAD_SAFE;
     if (tcp->tx_attr)
         tcp->tx_attr->caps &= ~FI_HMEM;
     if (tcp->rx_attr)
@@ -290,7 +305,7 @@ static int patch_count;
 static void patch(void *slot, void *replacement)
 {
     void **place = slot;
-    if (*place == replacement)
+    if (!*place || *place == replacement)
         return;
     if (patch_count == (int)(sizeof patches / sizeof *patches))
         abort();
@@ -334,6 +349,103 @@ static int set_option(struct fid *fid, int level, int option, const void *value,
     return status == -FI_ENOPROTOOPT ? 0 : status;
 }
 
+/* ---- "try again" -------------------------------------------------------- */
+
+static pthread_mutex_t queues_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct fid_cq *queues[256];
+static int queue_count;
+
+/* Reading nothing from a queue still lets its provider work. */
+static void progress_all(void)
+{
+    pthread_mutex_lock(&queues_lock);
+    for (int i = 0; i < queue_count; i++)
+        fi_cq_read(queues[i], NULL, 0);
+    pthread_mutex_unlock(&queues_lock);
+}
+
+static int close_queue(struct fid *fid)
+{
+    int (*call)(struct fid *) = original(&fid->ops->close);
+    pthread_mutex_lock(&queues_lock);
+    for (int i = 0; i < queue_count; i++)
+        if (&queues[i]->fid == fid) {
+            queues[i] = queues[--queue_count];
+            break;
+        }
+    pthread_mutex_unlock(&queues_lock);
+    return call(fid);
+}
+
+static int open_queue(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **cq,
+                      void *context)
+{
+    int (*call)(struct fid_domain *, struct fi_cq_attr *, struct fid_cq **, void *) =
+        original(&domain->ops->cq_open);
+    int status = call(domain, attr, cq, context);
+    if (status)
+        return status;
+    patch(&(*cq)->fid.ops->close, close_queue);
+    pthread_mutex_lock(&queues_lock);
+    if (queue_count < (int)(sizeof queues / sizeof *queues))
+        queues[queue_count++] = *cq;
+    pthread_mutex_unlock(&queues_lock);
+    return 0;
+}
+
+static double now(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
+}
+
+/* A caller tries one post again until it succeeds, so one memory per thread is enough. */
+static ssize_t patient(ssize_t status, const struct fid_ep *ep, fi_addr_t peer)
+{
+    static __thread const struct fid_ep *waiting_ep;
+    static __thread fi_addr_t waiting_peer;
+    static __thread double since;
+    if (status != -FI_EAGAIN) {
+        waiting_ep = NULL;
+        return status;
+    }
+    if (waiting_ep != ep || waiting_peer != peer) {
+        waiting_ep = ep;
+        waiting_peer = peer;
+        since = now();
+    }
+    progress_all();
+    if (now() - since < PATIENCE)
+        return status;
+    waiting_ep = NULL;
+    return -FI_EHOSTUNREACH;
+}
+
+static ssize_t read_message(struct fid_ep *ep, const struct fi_msg_rma *message, uint64_t flags)
+{
+    ssize_t (*call)(struct fid_ep *, const struct fi_msg_rma *, uint64_t) =
+        original(&ep->rma->readmsg);
+    return patient(call(ep, message, flags), ep, message->addr);
+}
+
+static ssize_t write_message(struct fid_ep *ep, const struct fi_msg_rma *message, uint64_t flags)
+{
+    ssize_t (*call)(struct fid_ep *, const struct fi_msg_rma *, uint64_t) =
+        original(&ep->rma->writemsg);
+    return patient(call(ep, message, flags), ep, message->addr);
+}
+
+static ssize_t send_data(struct fid_ep *ep, const void *buffer, size_t size, void *desc,
+                         uint64_t data, fi_addr_t peer, void *context)
+{
+    ssize_t (*call)(struct fid_ep *, const void *, size_t, void *, uint64_t, fi_addr_t, void *) =
+        original(&ep->msg->senddata);
+    return patient(call(ep, buffer, size, desc, data, peer, context), ep, peer);
+}
+
+/* ---- opening ------------------------------------------------------------ */
+
 static int open_endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_ep **ep,
                          void *context)
 {
@@ -342,9 +454,13 @@ static int open_endpoint(struct fid_domain *domain, struct fi_info *info, struct
     struct fi_info *tcp = undress(info);
     int status = call(domain, tcp, ep, context);
     real_freeinfo(tcp);
-    if (!status)
-        patch(&(*ep)->ops->setopt, set_option);
-    return status;
+    if (status)
+        return status;
+    patch(&(*ep)->ops->setopt, set_option);
+    patch(&(*ep)->rma->readmsg, read_message);
+    patch(&(*ep)->rma->writemsg, write_message);
+    patch(&(*ep)->msg->senddata, send_data);
+    return 0;
 }
 
 static int open_domain(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **domain,
@@ -357,6 +473,7 @@ static int open_domain(struct fid_fabric *fabric, struct fi_info *info, struct f
     real_freeinfo(tcp);
     if (!status) {
         patch(&(*domain)->ops->endpoint, open_endpoint);
+        patch(&(*domain)->ops->cq_open, open_queue);
         patch(&(*domain)->mr->regattr, register_memory);
     }
     return status;

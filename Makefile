@@ -44,7 +44,7 @@ test-engines: .venv/.ready .venv-vllm-router/.ready
 	$(PYTEST) -m engines $(ARGS)
 
 # The oldest vLLM that we support, on the adapter's tests only.
-test-oldest: .venv-oldest/.ready
+test-oldest: .venv-oldest/.ready .venv-vllm-router/.ready
 	.venv-oldest/bin/python -m pytest tests/adapter tests/engines $(ARGS)
 
 check: .venv-check/.ready

@@ -77,11 +77,11 @@ class RemoteSim:
 
 def serve(arguments: dict[str, Any]) -> None:
     """Answer requests until the other end goes away."""
-    from support.sim import Sim
-
-    # vLLM logs to stdout; the answers need a channel of their own.
+    # vLLM logs to stdout, even while it is imported; the answers need a channel of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    from support.sim import Sim
+
     sim = Sim("d", **arguments)
     answers.write(json.dumps({"address": sim.address}) + "\n")
     pending = ""

@@ -191,7 +191,6 @@ class Pair:
         target = dict(self._target)
         facts = self._ask(child, "init", self._start_s, target=target, role=name)
         child.identity = facts["process"]
-        self._ask(child, "baseline", self._start_s)
 
     @staticmethod
     def _signal(child: Child, name: str) -> None:
@@ -257,23 +256,24 @@ class Pair:
         Raises ``ChildDied``, ``ChildHung`` or ``ChildFailed``.
         """
         total = Graded()
-        living = [c for c in self.peers.values() if not (c.ended or c.asked_to_end)]
+        # Extra peers were not warmed up, so what they hold says nothing; they just end.
+        shared = self.peers["peer"]
+        both = [self.worker] if shared.ended or shared.asked_to_end else [self.worker, shared]
         # Logs first: an orderly end of one side is a lost peer to the other.
-        for child in [self.worker, *living]:
+        for child in both:
             logs = self._ask(child, "logs", CLEANUP_S)
             total.logs += [f"{child.name}: {text}" for text in logs]
-        for child in [self.worker, *living]:
+        for child in both:
             found = self._ask(child, "grade", CLEANUP_S)
             total.residue += [f"{child.name}: {text}" for text in found["residue"]]
             total.complaints += [f"{child.name}: {text}" for text in found["complaints"]]
             total.moved += found["moved"]
             for key, value in found["counters"].items():
                 total.counters[key] = total.counters.get(key, 0) + value
-        self.usable = self.usable and not total.residue and self._only_shared()
+        self._end_extra_peers()
+        self.usable = self.usable and not total.residue and len(both) == 2
         return total
 
-    def _only_shared(self) -> bool:
-        """End the check's extra peers; False when the shared one is gone."""
+    def _end_extra_peers(self) -> None:
         for name in [name for name in self.peers if name != "peer"]:
             self.peers.pop(name).end()
-        return not self.peers["peer"].ended

@@ -5,6 +5,7 @@ Two snapshots around a check tell what the check left behind.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -37,9 +38,25 @@ class Snapshot:
             ("shared mapping", self.mappings, before.mappings),
         ):
             found += [f"{count} more {word} {kind}" for kind, count in sorted((now - then).items())]
-        mine = sorted(name for name in self.shm_files - before.shm_files if not _in_use(name))
-        found += [f"file /dev/shm/{name}" for name in mine]
-        return found
+        mine = sorted(self.shm_files - before.shm_files)
+        return [*found, *(f"file {_SHM}/{name}" for name in mine)]
+
+
+_touched: set[str] = set()
+"""Names below /dev/shm that this process was seen to use; others' files are theirs."""
+
+
+def note_shared_memory() -> None:
+    """Remember which files of /dev/shm this process uses now, before it lets go of them."""
+    for line in _maps():
+        _touched.update(_name_in(line.split(maxsplit=5)[-1]))
+    for number in _list("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            _touched.update(_name_in(str(Path(f"/proc/self/fd/{number}").readlink())))
+
+
+def _name_in(path: str) -> list[str]:
+    return [path.removeprefix(f"{_SHM}/")] if path.startswith(f"{_SHM}/") else []
 
 
 def snapshot() -> Snapshot:
@@ -56,12 +73,7 @@ def settled_residue(before: Snapshot, patience_s: float = 1.0) -> list[str]:
     gc.collect()
     while (residue := snapshot().residue(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if not residue:
-        return []
-    # Files in /dev/shm may be another process's, on their way; ours stay.
-    time.sleep(0.1)
-    again = set(snapshot().residue(before))
-    return [entry for entry in residue if entry in again]
+    return residue
 
 
 def resident_bytes() -> int:
@@ -97,38 +109,19 @@ def _threads() -> Counter[str]:
 
 
 def _mappings() -> Counter[str]:
-    kinds: Counter[str] = Counter()
+    paths = (line.split(maxsplit=5)[-1] for line in _maps())
+    return Counter(_INODE.sub("", path) for path in paths if path.startswith(_SHARED))
+
+
+def _maps() -> list[str]:
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        return Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return kinds
-    for line in lines:
-        path = line.split(maxsplit=5)[-1]
-        if path.startswith(_SHARED):
-            kinds[_INODE.sub("", path)] += 1
-    return kinds
+        return []
 
 
 def _shm_files() -> frozenset[str]:
-    # Semaphores are left out: glibc maps them under another name, so that nobody
-    # can tell whose they are.
-    return frozenset(name for name in _list(_SHM) if not name.startswith("sem."))
-
-
-def _in_use(name: str) -> bool:
-    """Whether another process has a file of /dev/shm open or mapped: then it is theirs."""
-    path = f"{_SHM}/{name}"
-    if not Path(path).exists():
-        return True
-    for process in _list("/proc"):
-        if not process.isdigit() or int(process) == os.getpid():
-            continue
-        try:
-            if path in Path(f"/proc/{process}/maps").read_text():
-                return True
-        except OSError:
-            continue  # gone, or not ours to look at
-    return False
+    return frozenset(_list(_SHM)) & _touched
 
 
 def _list(path: str) -> list[str]:

@@ -22,6 +22,7 @@ from kvtransport.layout.blocks import Pair
 from kvtransport.peer import Peer, RemoteRegion
 from kvtransport.region import Region
 from kvtransport.transfer import Transfer
+from kvtransport_conformance import resources
 from kvtransport_conformance.load import Load
 from kvtransport_conformance.loading import Loaded, open_agent
 from kvtransport_conformance.memory import Memory, allocate
@@ -103,6 +104,7 @@ class Station(PastTheCore, Load):
         agent, self._agent = self._agent, None
         if agent is None:
             return ""
+        resources.note_shared_memory()
         try:
             agent.close(drain_s=drain_s)
         except KVTransportError as error:

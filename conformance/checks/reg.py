@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvtransport.errors import (
     RegistrationLimitError,
     UnsupportedError,
 )
-from kvtransport_conformance.context import BLANK, Context, NotVerified, Ranges
+from kvtransport_conformance.context import BLANK, LATE_S, Context, NotVerified, Ranges
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
 from kvtransport_conformance.registry import check
 from kvtransport_conformance.sides import Side

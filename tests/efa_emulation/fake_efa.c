@@ -65,7 +65,7 @@ static const struct nic NICS[] = {
     {"rdmap160s27-rdm", 0xa0},
 };
 static const uint8_t PCI_DEVICE = 0x1b;
-static const double PATIENCE = 2.0;
+static const double PATIENCE = 1.0;
 static const uint64_t LINK_SPEED = 100ull * 1000 * 1000 * 1000;
 
 typedef int (*getinfo_fn)(uint32_t, const char *, const char *, uint64_t,
@@ -400,12 +400,15 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
-/* A caller tries one post again until it succeeds, so one memory per thread is enough. */
+/* A caller tries one post again until it ends, so one memory per thread is enough.
+ * Once a peer was given up, it gets no second chance until a post to it succeeds.
+ */
 static ssize_t patient(ssize_t status, const struct fid_ep *ep, fi_addr_t peer)
 {
     static __thread const struct fid_ep *waiting_ep;
     static __thread fi_addr_t waiting_peer;
     static __thread double since;
+    static __thread int given_up;
     if (status != -FI_EAGAIN) {
         waiting_ep = NULL;
         return status;
@@ -414,11 +417,12 @@ static ssize_t patient(ssize_t status, const struct fid_ep *ep, fi_addr_t peer)
         waiting_ep = ep;
         waiting_peer = peer;
         since = now();
+        given_up = 0;
     }
     progress_all();
-    if (now() - since < PATIENCE)
+    if (!given_up && now() - since < PATIENCE)
         return status;
-    waiting_ep = NULL;
+    given_up = 1;
     return -FI_EHOSTUNREACH;
 }
 

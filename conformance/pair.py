@@ -73,9 +73,12 @@ class Pair:
         Raises ``ChildDied``, ``ChildHung`` or ``ChildFailed``.
         """
         both = (self.worker, self.peers["peer"])
-        for child in both:
-            self._post(child, "init", target=dict(self._target), role=child.name)
-        facts, other = (self._reply(child, "init", self._start_s) for child in both)
+        target = dict(self._target)
+        numbers = [self._post(child, "init", target=target, role=child.name) for child in both]
+        facts, other = (
+            self._reply(child, number, "init", self._start_s)
+            for child, number in zip(both, numbers, strict=True)
+        )
         self.worker.identity = facts["process"]
         self.peers["peer"].identity = other["process"]
         return {**facts, "peer_process": other["process"], "peer_memory": other["memory"]}
@@ -83,10 +86,9 @@ class Pair:
     def on_both(self, op: str) -> None:
         """Run an operation of the whole process on both sides at once: warm_up, baseline."""
         both = (self.worker, self.peers["peer"])
-        for child in both:
-            self._post(child, op)
-        for child in both:
-            self._reply(child, op, self._start_s)
+        numbers = [self._post(child, op) for child in both]
+        for child, number in zip(both, numbers, strict=True):
+            self._reply(child, number, op, self._start_s)
 
     def end(self) -> None:
         self.usable = False
@@ -212,14 +214,14 @@ class Pair:
 
     def _ask(self, child: Child, op: str, patience_s: float, **args: Any) -> Any:
         """Ask one process outside a check."""
-        self._post(child, op, **args)
-        return self._reply(child, op, patience_s)
+        return self._reply(child, self._post(child, op, **args), op, patience_s)
 
-    @staticmethod
-    def _post(child: Child, op: str, **args: Any) -> None:
-        child.send({"op": op, "id": 0, "args": args})
+    def _post(self, child: Child, op: str, **args: Any) -> int:
+        self._numbers += 1
+        child.send({"op": op, "id": self._numbers, "args": args})
+        return self._numbers
 
-    def _reply(self, child: Child, op: str, patience_s: float) -> Any:
+    def _reply(self, child: Child, number: int, op: str, patience_s: float) -> Any:
         """Wait for one process's answer; other processes' messages are kept for later."""
         deadline = time.monotonic() + patience_s
         put_back: list[Message] = []
@@ -233,6 +235,8 @@ class Pair:
                 elif message.body is None:
                     self.usable = False
                     raise ChildDied(f"{child.name} {child.epitaph()}")
+                elif message.body.get("id") != number:
+                    continue  # an answer that a failed check did not wait for
                 elif "error" in message.body:
                     raise ChildFailed(message.body["error"], message.body.get("traceback", ""))
                 else:

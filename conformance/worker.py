@@ -39,9 +39,11 @@ def _answer(message: dict[str, Any], process: Any) -> dict[str, Any]:
     from kvtransport_conformance.wire_errors import describe
 
     try:
-        return {"ok": process.dispatch(message["op"], None, message.get("args", {}))}
+        found = process.dispatch(message["op"], None, message.get("args", {}))
     except Exception as error:  # noqa: BLE001  # named edge: reported to the controller
-        return {"error": describe(error), "traceback": traceback.format_exc()}
+        failure = {"error": describe(error), "traceback": traceback.format_exc()}
+        return {"id": message["id"], **failure}
+    return {"id": message["id"], "ok": found}
 
 
 def _run(message: dict[str, Any], process: Any, hub: Any) -> dict[str, Any]:

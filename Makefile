@@ -1,7 +1,7 @@
 # Every target sets up what it needs; the first run downloads about 1 GB.
 #
 #   make demo            a chat on two real vLLM engines whose KV travels both ways
-#   make test            all tests, the ones on real engines last
+#   make test            the tests, the ones on real engines last; make test-slow has the long ones
 #   make check           lint, types and house rules
 #   make bench           all benchmarks; make bench-host and so on for one
 #   make help            this
@@ -25,7 +25,7 @@ PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest
 BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-engines test-oldest check format bench $(BENCHES) lock clean
+.PHONY: help setup demo test test-fast test-slow test-engines test-oldest check format bench $(BENCHES) lock clean
 
 help:
 	@sed -n '/^# Every/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -38,7 +38,11 @@ demo: .venv/.ready
 test: test-fast test-engines
 
 test-fast: .venv/.ready
-	$(PYTEST) -m "not engines" $(ARGS)
+	$(PYTEST) -m "not engines and not slow" $(ARGS)
+
+# What takes longer than a change should wait for: all saboteurs of the conformance suite.
+test-slow: .venv/.ready
+	$(PYTEST) -m slow $(ARGS)
 
 test-engines: .venv/.ready .venv-vllm-router/.ready
 	$(PYTEST) -m engines $(ARGS)

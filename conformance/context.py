@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from kvtransport.errors import KVTransportError
 from kvtransport.events import TransferEvent
 from kvtransport_conformance import flags
+from kvtransport_conformance.detour import Detour, through
 from kvtransport_conformance.hub import CONTROLLER, Hub
 from kvtransport_conformance.patterns import Expected, Overlay, Pattern
 from kvtransport_conformance.process import Process
@@ -158,6 +160,37 @@ class Context:
         if done is None:
             done = self.process.inject(name)
         return bool(done)
+
+    @contextmanager
+    def detour(self) -> Iterator[tuple[Detour, bytes] | None]:
+        """A proxy in front of the shared peer, and the peer's metadata that leads through it.
+
+        Yields None when the peer cannot be reached through one: its port is not
+        in its metadata, or the data takes another path, which is tried first.
+        """
+        found = through(self.b.metadata(), self.peer.call("listeners"))
+        if found is None:
+            yield None
+            return
+        detour, blob = found
+        try:
+            yield found if self._leads_through(detour, blob) else None
+        finally:
+            detour.close()
+
+    def _leads_through(self, detour: Detour, blob: bytes) -> bool:
+        probe = self.local("proxy-probe")
+        probe.alloc("probe", 4096, BLANK.wire())
+        probe.register("probe")
+        try:
+            probe.add_peer(blob)
+            remote = "dst" if self.op == "write" else "src"
+            probe.move(self.op, [["probe", remote, [0], [0], [64]]], deadline_s=5.0)
+        except KVTransportError:
+            return False
+        finally:
+            probe.station.reset()
+        return detour.forwarded > 64
 
     def connect(self, one: Side, other: Side, key: str = "peer", back: str = "peer") -> None:
         """Exchange metadata both ways; ``one`` knows ``other`` as ``key``."""

@@ -21,8 +21,11 @@ from kvtransport.errors import (
     StaleDescriptorError,
     UnsupportedError,
 )
-from kvtransport_conformance.context import Context, Ranges
+from kvtransport_conformance.context import Context, Ranges, Scene
+from kvtransport_conformance.detour import Detour
+from kvtransport_conformance.patterns import Pattern
 from kvtransport_conformance.registry import check
+from kvtransport_conformance.sides import LocalSide
 
 SIZE = 1 << 16
 GOLD = Path(__file__).parent.parent / "gold"
@@ -229,16 +232,71 @@ def silent_peer_bounded(ctx: Context) -> None:
         mute.thaw()
     scene.move(ctx.op, Ranges.whole(SIZE))
     scene.arrived(ctx.op, Ranges.whole(SIZE), "traffic to another peer afterwards")
+    _muted_on_the_way(ctx, scene)
 
 
 def _contact(ctx: Context, piece: list[object], blob: bytes) -> str:
     """Import a mute peer and use it once; every way to end is fine but waiting for ever."""
+    return contact(ctx, ctx.a, piece, blob, "mute")
+
+
+def contact(
+    ctx: Context, side: LocalSide, piece: list[object], blob: bytes, key: str = "peer"
+) -> str:
+    """Import a peer and post one transfer with a deadline of 3 s; say how that ended."""
     try:
-        ctx.a.add_peer(blob, "mute")
-        number = ctx.a.post(ctx.op, [piece], "mute", 3.0)
+        side.add_peer(blob, key)
     except KVTransportError as error:
         return f"refused: {type(error).__name__}"
-    return str(ctx.a.settle(number, HANDSHAKE_BOUND_S)["state"])
+    return use_once(ctx, side, piece, key)
+
+
+def use_once(ctx: Context, side: LocalSide, piece: list[object], key: str = "peer") -> str:
+    """Post one transfer with a deadline of 3 s; say how it ended."""
+    try:
+        number = side.post(ctx.op, [piece], key, 3.0)
+    except KVTransportError as error:
+        return f"refused: {type(error).__name__}"
+    return str(side.settle(number, HANDSHAKE_BOUND_S)["state"])
+
+
+def proxied(ctx: Context, name: str) -> LocalSide:
+    """A further agent of the worker with memory of its own, to be connected by a proxy."""
+    side = ctx.local(name)
+    side.open(options={"drain_s": 3.0})
+    side.alloc("src", SIZE, ["coded", 1])
+    side.alloc("dst", SIZE, ["const", 0xEE])
+    side.register("src")
+    side.register("dst")
+    return side
+
+
+WAITING = frozenset({"in_flight", "draining", "pending"})
+NO_PROXY = "the peer is not reached through a TCP port that its metadata names"
+
+
+def _muted_on_the_way(ctx: Context, scene: Scene) -> None:
+    """The same through a proxy that swallows everything: before the handshake, and after."""
+    piece = scene.piece(ctx.op, Ranges.whole(SIZE))
+    with ctx.detour() as found:
+        if found is None:
+            ctx.detail["proxy"] = NO_PROXY
+            return
+        detour, blob = found
+        connected = proxied(ctx, "connected")
+        connected.add_peer(blob)
+        detour.mode = "mute"
+        started = time.monotonic()
+        states = [
+            contact(ctx, proxied(ctx, "dialling"), piece, blob),
+            use_once(ctx, connected, piece),
+        ]
+        took = time.monotonic() - started
+        ctx.detail["proxy"] = f"muted: {', '.join(states)}, after {took:.1f} s"
+        wrong = {"done", *WAITING} & set(states)
+        ctx.expect(not wrong, f"through a mute proxy a transfer is {wrong}")
+        ctx.local("connected").station.reset()
+        ctx.local("dialling").station.reset()
 
 
 @check("MD-10", level="core", profiles=["KVT-BASE", "KVT-SECURE"], noisy=True)
@@ -279,6 +337,7 @@ def failed_handshake_fails_waiters(ctx: Context) -> None:
     """When a peer dies, every transfer that waits for it ends with a typed error."""
     mortal = ctx.spawn("mortal")
     scene = ctx.scene(1 << 22, other=mortal.side())
+    ctx.scene(SIZE, one=ctx.local("witness"))
     numbers: list[int] = []
     refused = 0
     mortal.kill()
@@ -296,6 +355,28 @@ def failed_handshake_fails_waiters(ctx: Context) -> None:
             open_ends.append("ended without an error")
     ctx.detail.update(refused=refused, failed=len(numbers) - len(open_ends))
     ctx.expect(not open_ends, f"{len(open_ends)} of {len(numbers)} waiting transfers: {open_ends}")
+    with ctx.detour() as found:
+        if found is None:
+            ctx.detail["proxy"] = NO_PROXY
+            return
+        for mode in ("truncate", "garbage", "slow"):
+            _damaged_on_the_way(ctx, *found, mode)
+
+
+def _damaged_on_the_way(ctx: Context, detour: Detour, blob: bytes, mode: str) -> None:
+    """A proxy that damages a handshake costs typed errors, never a wait or a wrong success."""
+    side = proxied(ctx, f"behind-{mode}")
+    detour.mode = mode
+    piece = Scene.piece(ctx.op, Ranges.of([0], [0], [4096]))
+    state = contact(ctx, side, piece, blob)
+    ctx.detail[mode] = state
+    ctx.expect(state not in WAITING, f"behind a proxy that does {mode}, a transfer is {state}")
+    if state == "done":
+        sink, key = (ctx.b, 1) if ctx.op == "write" else (side, 2)
+        found = sink.peek("dst", 0, 4096)
+        want = Pattern("coded", key).data(0, 4096).tobytes()
+        ctx.expect(found == want, f"a transfer was done in spite of {mode}, with wrong bytes")
+    side.station.reset()
 
 
 @check("MD-12", level="core", profiles=["KVT-BASE"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtransport.errors import KVTransportError, PeerLostError, StaleDescriptorError
 from kvtransport_conformance.checks.con import slots
+from kvtransport_conformance.checks.md import proxied, use_once
 from kvtransport_conformance.checks.quiet import REUSED, post_or_error, stays_as_filled
 from kvtransport_conformance.context import Context, NotVerified, Ranges, Scene
 from kvtransport_conformance.patterns import Expected
@@ -206,13 +207,12 @@ def dead_peer_isolated(ctx: Context) -> None:
     timeout_s=120, why="mori#655: one dropped acknowledgement wedged a transfer",
 )  # fmt: skip
 def one_way_loss(ctx: Context) -> None:
-    """When packets vanish in one direction, transfers end typed, and work after healing."""
+    """When answers vanish on the way, transfers end typed, and others work afterwards."""
     scene = ctx.scene(1 << 20)
     scene.move(ctx.op, Ranges.whole(1 << 20))
     if not ctx.fault("drop_ack"):
-        raise NotVerified(
-            "needs --netns (root) on a network path, or a Target with inject('drop_ack')"
-        )
+        _loss_behind_proxy(ctx, scene)
+        return
     try:
         posted = post_or_error(scene, ctx.op, Ranges.whole(1 << 20), 3.0)
         state = "refused"
@@ -228,6 +228,29 @@ def one_way_loss(ctx: Context) -> None:
     after = ctx.scene(SIZE, one=ctx.local("after"), other=ctx.peer.side("after"))
     after.move(ctx.op, Ranges.whole(SIZE))
     after.arrived(ctx.op, Ranges.whole(SIZE), "after the network healed")
+
+
+def _loss_behind_proxy(ctx: Context, scene: Scene) -> None:
+    """The same with a proxy that swallows what the peer answers."""
+    piece = scene.piece(ctx.op, Ranges.of([0], [0], [4096]))
+    with ctx.detour() as found:
+        if found is None:
+            raise NotVerified(
+                "needs a peer behind a TCP port that its metadata names, --netns (root) on a "
+                "network path, or a Target with inject('drop_ack')"
+            )
+        detour, blob = found
+        side = proxied(ctx, "one-way")
+        side.add_peer(blob)
+        detour.mode = "drop_ack"
+        state = use_once(ctx, side, piece)
+        ctx.detail["under_loss"] = f"{state}, behind a proxy"
+        ctx.expect(
+            state in {"failed", "cancelled", "quarantined"} or state.startswith("refused"),
+            f"with every acknowledgement lost the transfer is {state}",
+        )
+        side.station.reset()
+    scene.move(ctx.op, Ranges.whole(1 << 20))
 
 
 @check(

@@ -29,7 +29,9 @@ def revive(described: dict[str, Any]) -> Exception:
         isinstance(cls, type) and issubclass(cls, errors.KVTransportError)
     ):
         return ForeignError(f"{described['type']}: {described['message']}")
-    error: errors.KVTransportError = Exception.__new__(cls)
+    # Not the constructor: some of these classes take arguments of their own.
+    blank: Any = cls
+    error: errors.KVTransportError = blank.__new__(blank)
     errors.KVTransportError.__init__(error, described["message"])
     if described["capability"] is not None:
         error.capability = described["capability"]  # type: ignore[attr-defined]

@@ -159,6 +159,21 @@ def test_absurd_durations_give_no_long_lease(ledger: Ledger, duration_s: float) 
     assert not ledger.renew(grant.lease_id, duration_s)
 
 
+def test_a_lease_is_not_renewed_for_ever() -> None:
+    now = [0.0]
+    ledger = make(clock=lambda: now[0])
+    insert(ledger, 64)
+    grant = ledger.lookup(chain(64).digests, 64, duration_s=30, reader="stuck")
+    assert grant is not None
+    total_s = ledger.settings.lease_total_s
+    while now[0] < total_s - 30:
+        now[0] += 20.0
+        assert ledger.renew(grant.lease_id, 30.0)
+    assert ledger.renew_for(grant.lease_id, 60.0) == total_s - now[0]
+    now[0] = total_s
+    assert not ledger.renew(grant.lease_id, 30.0)
+
+
 def test_groups_have_their_own_block_sizes() -> None:
     ledger = make(block_tokens=(16, 64))
     held = insert(ledger, 130)

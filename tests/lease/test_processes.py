@@ -70,6 +70,19 @@ def test_owner_killed_then_restarted_at_the_same_address(
     assert reader.status()["control"]["peer.new_incarnation"] == 1
 
 
+def test_lease_of_a_dead_owner_ends_at_its_deadline(
+    engine: Engine, peer_process: Process, eventually: Eventually
+) -> None:
+    owner = peer_process(engine_id="owner", hold=64)
+    reader = engine("reader", peers={"o": owner.address}, lease_s=1.5)
+    lease = leased(reader)
+    owner.kill()
+    eventually(lambda: lease.lost)
+    assert time.monotonic() >= lease.deadline
+    assert not lease.valid()
+    assert reader.status()["client"]["counters"]["lease.lost_deadline"] == 1
+
+
 def test_requests_to_the_old_incarnation_are_refused(engine: Engine) -> None:
     owner = engine("owner", hold=64)
     reader = engine("reader", peers={"o": owner.address})

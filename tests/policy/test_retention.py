@@ -195,6 +195,23 @@ def test_conversations_that_returned_are_kept_longer() -> None:
     assert turn_2.turns == 1
 
 
+def test_worth_changes_with_time() -> None:
+    """First turns come back at once or never, second ones late."""
+    cache = Cache("budgeted")
+    for _ in range(200):
+        cache.policy.returns.returned(0, 5.0)
+        cache.policy.returns.lapsed(0, 480.0)
+        cache.policy.returns.returned(1, 300.0)
+        for _ in range(3):
+            cache.policy.returns.lapsed(1, 480.0)
+    old = cache.tokens(2)
+    cache.retain(old)
+    turn_2 = cache.retain([*old, *([9] * 32)])
+    turn_1 = cache.retain(cache.tokens(4))
+    assert cache.policy.victim(0.0, None) is turn_2
+    assert cache.policy.victim(60.0, None) is turn_1
+
+
 def test_returns_are_learned_from_lookups_and_supersession() -> None:
     cache = Cache("budgeted")
     text = cache.tokens(2)

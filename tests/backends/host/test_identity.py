@@ -112,15 +112,15 @@ def test_dead_peer_is_refused_on_both_paths(
     for path in ("vm", "tcp", "auto"):
         remote = make_remote({"path": path})
         remote.call("register", name="kv", nbytes=64)
-        helper = Agent.open("host", name="reader", config={"path": path})
-        peer = helper.add_peer(bytes.fromhex(remote.call("export")))
+        reader = Agent.open("host", name="reader", config={"path": path})
+        peer = reader.add_peer(bytes.fromhex(remote.call("export")))
         body = peer.body
         remote.kill()
         backend = make_backend(path=path)
         with pytest.raises(PeerLostError):
             backend.import_peer(1, body)
         assert not backend._peers
-        helper.close()
+        reader.close()
 
 
 def test_paths_that_do_not_meet_name_the_option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,9 @@ from kvtransport_backends.nixl.machine import Machine
 from kvtransport_backends.nixl.process import foreign_copies, loaded_libraries
 
 _log = logging.getLogger("kvtransport.nixl")
+
+# UCX reads UCX_MODULES once per process: whether it then read ours.
+_verbs_left_out = threading.Event()
 
 DETECTION_BOUND_S = 5.0
 """When UCX reports a peer's death at the latest, counted from the next use of it."""
@@ -121,7 +125,9 @@ class UcxBackend(NixlBackend):
             # UCX's InfiniBand module loads the verbs providers, and a process
             # that has them without a device ends with a segmentation fault.
             variables["UCX_MODULES"] = "^ib"
-            if loaded_libraries("libucs"):
+            if not loaded_libraries("libucs"):
+                _verbs_left_out.set()
+            elif not _verbs_left_out.is_set():
                 _log.warning(
                     "UCX was loaded before backend %s: this process may crash when it ends;"
                     " set UCX_MODULES=^ib before it starts",

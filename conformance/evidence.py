@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
+
+# vLLM's CPU platform, for one, preloads these into the processes it starts.
+_HARMLESS = ("libtcmalloc", "libjemalloc", "libmimalloc", "libiomp5", "libgomp", "libomp")
 
 _TEXT = {
     "E0": "nothing verified",
@@ -83,13 +87,19 @@ def _fakes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, str]]) -> li
         if not kit.get("driver")
     ]
     for side in ("process", "peer_process"):
-        if facts[side]["preload"]:
-            found.append(f"LD_PRELOAD is set ({facts[side]['preload']}): emulated")
+        if shims := _shims(facts[side]["preload"]):
+            found.append(f"LD_PRELOAD is set ({shims}): emulated")
             break
     details = facts["probe"]["details"]
     if str(details.get("emulated", "")).lower() not in {"", "no", "false", "0"}:
         found.append(f"the backend's probe says emulated: {details['emulated']}")
     return found
+
+
+def _shims(preload: str) -> str:
+    """What is preloaded besides memory allocators and OpenMP, which imitate no device."""
+    libraries = preload.replace(":", " ").split()
+    return " ".join(lib for lib in libraries if not PurePath(lib).name.startswith(_HARMLESS))
 
 
 def _nics_used(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtransport_conformance.context import BLANK, Ranges
+from kvtransport_conformance.context import BLANK, LATE_S, Ranges
 from kvtransport_conformance.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -58,6 +59,17 @@ class ModelRun:
         for start, to, size in zip(source, at, sizes, strict=True):
             data = self._model[origin, "src"][start : start + size]
             self._model[sink, "dst"][to : to + size] = data
+        if op == "write" and not self._ctx.supports("completion"):
+            self._await(sink)
+
+    def _await(self, sink: str) -> None:
+        """Give a write that is DONE before it is visible its moment."""
+        until = time.monotonic() + LATE_S
+        while time.monotonic() < until:
+            found = np.frombuffer(self._side(sink).peek("dst", 0, SIZE), np.uint8)
+            if np.array_equal(found, self._model[sink, "dst"]):
+                return
+            time.sleep(0.005)
 
     def _refill(self) -> None:
         name = "a" if self._ctx.rng.integers(2) else "b"

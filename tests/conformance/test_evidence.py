@@ -39,6 +39,7 @@ CUDA = [{"kind": "cuda", "name": "H100", "driver": "570"}]
         (facts(memory=CUDA, peer_process={"boot_id": "b2", "host": "h2"}), 1, {}, "E4", "h2"),
         (facts(memory=[{"kind": "neuron", "name": "simulated-neuron"}]), 1, {}, "E1", "simulated"),
         (facts(memory=CUDA, process={"preload": "/x/fake.so"}), 1, {}, "E1", "LD_PRELOAD"),
+        (facts(process={"preload": "/x/libtcmalloc.so.4:/x/libiomp5.so"}), 1, {}, "E2", "host"),
         (facts(memory=CUDA, probe={"details": {"emulated": "efa"}}), 1, {}, "E1", "emulated"),
         (facts(process={"nics": ["mlx5_0"]}), 9, {"hw.rdma_write": 9}, "E3", "mlx5_0"),
         (facts(process={"nics": ["mlx5_0"]}), 9, {"hw.rdma_write": 8}, "E2", "no NIC took part"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -48,7 +49,7 @@ def test_messages_survive(message):
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b"\xff\xfe", b'{"a": ', b"7"])
 def test_what_is_no_message_is_refused(line):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"JSON|Expecting|codec"):
         decode(line)
 
 
@@ -58,10 +59,8 @@ def channel():
     read_fd, write_fd = os.pipe()
     yield Channel(read_fd, write_fd), write_fd
     for number in (read_fd, write_fd):
-        try:
+        with contextlib.suppress(OSError):
             os.close(number)
-        except OSError:
-            pass
 
 
 def test_lines_may_come_in_pieces(channel):

@@ -75,6 +75,8 @@ class SchedulerSide:
         if not (wanted.prefill_only or wanted.remote_prefill):
             return
         turn = Turn(request, "prefill_to_decode" if wanted.remote_prefill else "decode_to_prefill")
+        if wanted.remote_prefill:
+            turn.handoff = (wanted.engine_id, wanted.remote_request_id)
         self._turns[request.request_id] = turn
         reason = self._unwilling(turn, wanted)
         if reason:
@@ -379,6 +381,9 @@ class SchedulerSide:
         # A handoff is over for its decode engine however the turn ended, so its
         # prefill engine may free it; a retained holding serves other readers.
         turn.settle(outcome, delivered=turn.direction == "prefill_to_decode")
+        if turn.lease is None and all(turn.handoff):
+            # No lease to give back: say in words that nobody will fetch it.
+            self._engine.control.discard_handoff(*turn.handoff)
         self.telemetry.settled(turn)
 
     def step_ended(self) -> TransportStats | None:

@@ -45,6 +45,8 @@ class Turn:
     request: Request
     direction: Direction
     phase: Phase = Phase.LOOKING
+    handoff: tuple[str, str] = ("", "")
+    """Engine and request that prefilled this one; empty when it was not."""
     chain: DigestChain | None = None
     lookup: Lookup | None = None
     lease: HeldLease | None = None

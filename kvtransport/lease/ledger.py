@@ -358,12 +358,11 @@ class Ledger:
             return Refusal.POLICY
         holding.expires_s = now + ttl_s
         shorter = self._superseded(holding, chain, place)
+        leaving: Sequence[Holding] = ()
         if shorter:
             holding.turns = shorter[0].turns + 1
-        leaving = [old for old in shorter if not old.leases]
-        refusal = self._retained.claim(
-            holding, leaving, now, lambda victim: self._drop(victim, DropReason.BUDGET, now)
-        )
+            leaving = [old for old in shorter if not old.leases]
+        refusal = self._retained.claim(holding, leaving, now, self._give_up)
         if refusal is not None:
             return refusal
         for old in shorter:
@@ -374,6 +373,9 @@ class Ledger:
                 # The claim has taken it out of the retained ones.
                 self._take_out(old, DropReason.SUPERSEDED)
         return None
+
+    def _give_up(self, victim: Holding, now: float) -> None:
+        self._drop(victim, DropReason.BUDGET, now)
 
     def _superseded(self, holding: Holding, chain: DigestChain, place: Place) -> list[Holding]:
         """Retained holdings of the same tenant whose tokens are a prefix, longest first."""

@@ -36,7 +36,7 @@ class Retained:
         holding: Holding,
         leaving: Sequence[Holding],
         now: float,
-        give_up: Callable[[Holding], object],
+        give_up: Callable[[Holding, float], None],
     ) -> Refusal | None:
         """Fit ``holding`` into the budget, giving up what the policy names.
 
@@ -59,7 +59,7 @@ class Retained:
                 refusal = Refusal.NOT_WORTH
                 self.forget(holding)
                 break
-            give_up(victim)
+            give_up(victim, now)
         if refusal is not None:
             for old in leaving:
                 self._add(old, now)

@@ -199,3 +199,16 @@ def test_unknown_name_asks_everybody(pair: SimPair) -> None:
     forget(pair)
     _, turn = pair.turn([*history, 7], p_params={"kvt_ask": ["decode-of-another-cluster"]})
     assert turn["outcome"] == "pulled"
+
+
+def test_handoff_that_decode_does_not_want_is_freed_at_once(pair: SimPair) -> None:
+    prompt = tokens(200)
+    pair.p.add("leg", prompt, params={"do_remote_decode": True})
+    pair.p.finish("leg")
+    pair.p.run()
+    assert pair.p.side._engine.ledger.snapshot()["handoffs"] == 1
+    unwanted = pair.p.params["leg"] | {"kvt_reuse": False}
+    pair.d.add("leg", prompt, max_tokens=2, params=unwanted)
+    assert pair.d.finish("leg") == reference(prompt, 2)
+    pair.p.empty(timeout_s=5)
+    assert pair.p.side._engine.ledger.snapshot()["counters"]["dropped.withdrawn"] == 1

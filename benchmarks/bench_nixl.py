@@ -1,8 +1,10 @@
 """READ through ``Agent`` and on raw NIXL, paired in one run.
 
-Both sides run in this process against one peer process, whose memory both read.
-Each round does the same transfer once on raw NIXL and once through ``Agent``,
-in alternating order, and the medians and their ratio are printed.
+Both sides run in this process and read the same memory of one peer process into
+the same local memory.
+Each round does the same transfer on raw NIXL, through ``Agent.read``, and by
+``Agent.post`` of a plan made before, in alternating order; the medians and their
+ratios to raw NIXL are printed.
 
 Raw NIXL is measured as vLLM uses it: descriptor tables prepared once, one
 request made, posted, polled and released per transfer.  ``--raw lists`` builds
@@ -22,11 +24,13 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvtransport.agent import Agent
+from kvtransport.backend import Op
 from kvtransport.layout.blocks import BlockTable, Pair
 
 NBYTES = 128 << 20
@@ -102,10 +106,8 @@ def target(transports: str) -> None:
     """Be the peer until stdin ends."""
     raw = Raw("raw-target", transports)
     agent = Agent.open("cuda", name="target", config={"transports": transports})
-    memory = aligned()
-    memory[:] = 7
     raw.memory[:] = 7
-    agent.register(memory, name="kv")
+    agent.register(raw.memory, name="kv")
     described = {
         "address": raw.memory.ctypes.data,
         "metadata": base64.b64encode(raw.agent.getLocalMD()).decode(),
@@ -116,9 +118,8 @@ def target(transports: str) -> None:
     agent.close()
 
 
-def through_agent(agent: Agent, peer: Any, pairs: list[Any]) -> None:
-    """Read and wait as an engine does: by polling."""
-    transfer = agent.read(peer, pairs)
+def finish(agent: Agent, transfer: Any) -> None:
+    """Wait as an engine does: by polling."""
     while not transfer.done:
         agent.poll()
     transfer.wait(0.0)
@@ -128,7 +129,7 @@ def measure(raw: Raw, agent: Agent, peer: Any, region: Any, options: Any) -> Non
     """Print one line per shape."""
     rng = np.random.default_rng(0)
     read_raw = raw.read_lists if options.raw == "lists" else raw.read_tables
-    print(f"{'shape':>14}  {'raw NIXL':>10}  {'Agent':>10}  ratio  GB/s (Agent)")
+    print(f"{'shape':>14}  {'raw NIXL':>11}  {'Agent.read':>18}  {'planned post':>18}   GB/s")
     for block, count in SHAPES:
         raw.prepare(block)
         rows = NBYTES // block
@@ -136,26 +137,28 @@ def measure(raw: Raw, agent: Agent, peer: Any, region: Any, options: Any) -> Non
         remote = rng.permutation(rows)[:count].astype(np.int32)
         here = BlockTable(region, base=0, stride=block, block_nbytes=block, count=rows)
         there = BlockTable(peer.region("kv"), base=0, stride=block, block_nbytes=block, count=rows)
-        times: dict[str, list[float]] = {"raw": [], "agent": []}
+        plan = agent.prepare(Op.READ, peer, [Pair.blocks(here, there, local, remote)])
         calls = {
-            "raw": lambda: read_raw(local, remote, block),  # noqa: B023
-            "agent": lambda: through_agent(
+            "raw": partial(read_raw, local, remote, block),
+            "read": lambda: finish(
                 agent,
-                peer,
-                [Pair.blocks(here, there, local, remote)],  # noqa: B023
+                agent.read(peer, [Pair.blocks(here, there, local, remote)]),  # noqa: B023
             ),
+            "post": lambda: finish(agent, agent.post(plan)),  # noqa: B023
         }
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for round_ in range(options.rounds + 10):
             for name in sorted(calls, reverse=bool(round_ % 2)):
                 start = time.perf_counter()
                 calls[name]()
                 if round_ >= 10:
                     times[name].append(time.perf_counter() - start)
-        fast, ours = (statistics.median(times[name]) for name in ("raw", "agent"))
-        rate = block * count / ours / 1e9
+        raw_s, read_s, post_s = (statistics.median(times[name]) for name in calls)
+        rate = block * count / read_s / 1e9
         print(
-            f"{block:>8} x {count:<4} {fast * 1e6:>8.1f} us {ours * 1e6:>8.1f} us"
-            f"  {ours / fast:5.2f}  {rate:.2f}"
+            f"{block:>8} x {count:<4} {raw_s * 1e6:>8.1f} us"
+            f"  {read_s * 1e6:>8.1f} us ({read_s / raw_s:4.2f})"
+            f"  {post_s * 1e6:>8.1f} us ({post_s / raw_s:4.2f})   {rate:.2f}"
         )
 
 
@@ -177,7 +180,7 @@ def main() -> None:
     raw = Raw("raw-initiator", options.transports)
     raw.connect(described["address"], base64.b64decode(described["metadata"]))
     agent = Agent.open("cuda", name="initiator", config={"transports": options.transports})
-    region = agent.register(aligned(), name="kv")
+    region = agent.register(raw.memory, name="kv")
     peer = agent.add_peer(base64.b64decode(described["blob"]))
     measure(raw, agent, peer, region, options)
     peer_process.communicate(timeout=10)

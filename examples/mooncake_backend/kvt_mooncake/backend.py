@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvt_mooncake import INFO, MooncakeConfig
 from kvtransport.backend import (
     Backend,
     Blocks,
@@ -41,8 +42,6 @@ from kvtransport.errors import (
     RegistrationError,
     TransferFailedError,
 )
-
-from kvt_mooncake import INFO, MooncakeConfig
 
 PROBE_TIMEOUT_S = 1.0
 

@@ -4,6 +4,7 @@
 #   make test            the tests, the ones on real engines last; make test-slow has the long ones
 #   make check           lint, types and house rules
 #   make bench           all benchmarks; make bench-host and so on for one
+#   make conformance-efa the efa backend under the suite, emulated; needs root
 #   make help            this
 #
 # Variables:
@@ -25,7 +26,7 @@ PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest
 BENCHES := $(patsubst benchmarks/bench_%.py,bench-%,$(wildcard benchmarks/bench_*.py))
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-slow test-engines test-oldest check format bench $(BENCHES) lock clean
+.PHONY: help setup demo test test-fast test-slow test-engines test-oldest check format bench $(BENCHES) conformance-efa lock clean
 
 help:
 	@sed -n '/^# Every/,/^$$/s/^# \{0,1\}//p' Makefile
@@ -67,6 +68,18 @@ bench: $(BENCHES)
 
 $(BENCHES): bench-%: .venv/.ready
 	.venv/bin/python benchmarks/bench_$*.py $(ARGS)
+
+# The efa backend where there is no EFA (tests/efa_emulation/README.md); needs root and gcc.
+EMULATE := tests/efa_emulation/emulate.py
+conformance-efa:
+	@test "$$(id -u)" = 0 || { echo "make conformance-efa makes network namespaces: run it as root"; exit 1; }
+	$(PYTHON) $(EMULATE) prepare
+	@for level in 1 2; do \
+	  $(PYTHON) $(EMULATE) run --level $$level -- python -m pytest tests/backends/efa || exit 1; \
+	  $(PYTHON) $(EMULATE) run --level $$level -- sh -c 'kvt conformance run --backend efa \
+	    --profile KVT-BASE,KVT-READ,KVT-FAULT --rounds 1000 --config "$$EFA_EMULATION_CONFIG" \
+	    --peer-prefix "$$EFA_EMULATION_PEER_PREFIX" --report out/conformance-efa/level-'$$level || exit 1; \
+	done
 
 # Rewrites requirements/*.txt from locks.toml with what the package index has today.
 lock: .venv/.ready

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvtransport_conformance import patterns
-from kvtransport_conformance.target import HostMemory, MemoryKit
+from kvtransport_conformance.target import HostMemory, MemoryKit, SimulatedMemory
 
 
 @dataclass(slots=True)
@@ -21,11 +21,16 @@ class Memory:
     nbytes: int
     skip: int = 0
 
+    @property
+    def _plain(self) -> bool:
+        """Whether slices of the buffer may stand for the kit's own operations."""
+        return type(self.kit) in {HostMemory, SimulatedMemory}
+
     def registrable(self) -> Any:
         """What ``Agent.register`` gets: the buffer, or a slice of it."""
         if not self.skip:
             return self.buffer
-        if isinstance(self.kit, HostMemory):
+        if self._plain:
             return self.buffer[self.skip :]
         return (self.address() + self.skip, self.nbytes, self.buffer)
 
@@ -42,7 +47,7 @@ class Memory:
     def write(self, offset: int, data: bytes) -> None:
         """Write ``data`` at ``offset``; on devices the whole buffer goes through the kit."""
         start = self.skip + offset
-        if isinstance(self.kit, HostMemory):
+        if self._plain:
             self.kit.fill(self.buffer[start:], data)
             return
         whole = bytearray(self.kit.dump(self.buffer))
@@ -50,13 +55,13 @@ class Memory:
         self.kit.fill(self.buffer, bytes(whole))
 
     def dump(self) -> patterns.Bytes:
-        if isinstance(self.kit, HostMemory):
+        if self._plain:
             return np.array(self.buffer[self.skip : self.skip + self.nbytes])
         whole = np.frombuffer(self.kit.dump(self.buffer), np.uint8)
         return whole[self.skip : self.skip + self.nbytes]
 
     def peek(self, offset: int, nbytes: int) -> bytes:
-        if isinstance(self.kit, HostMemory):
+        if self._plain:
             start = self.skip + offset
             return bytes(memoryview(self.buffer)[start : start + nbytes])
         return self.dump()[offset : offset + nbytes].tobytes()

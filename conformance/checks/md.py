@@ -419,9 +419,10 @@ def listener_survives_bad_client(ctx: Context) -> None:
         )
         ctx.detail["connections"] = ctx.detail.get("connections", 0) + taken
     for op in ctx.ops:
-        scene.move(op, Ranges.whole(SIZE))
-        scene.arrived(op, Ranges.whole(SIZE), "after rude clients")
-        scene.blank(op)
+        for reverse in (False, True):
+            scene.move(op, Ranges.whole(SIZE), reverse=reverse)
+            scene.arrived(op, Ranges.whole(SIZE), "after rude clients", reverse=reverse)
+            scene.blank(op, reverse=reverse)
     newcomer = ctx.local("newcomer")
     newcomer.alloc("src", SIZE, ["coded", 1])
     newcomer.alloc("dst", SIZE, ["const", 0xEE])

@@ -25,8 +25,8 @@ def close_idempotent(ctx: Context) -> None:
     agent.close()
     agent.close()
     # The backend's own close is promised to be idempotent as well.
-    tap.inner.close()
-    tap.inner.close()
+    tap.close()
+    tap.close()
 
 
 @check(

@@ -65,8 +65,8 @@ class Caught:
 
 def face(saboteur: Saboteur, *, full: bool, seed: int = 1) -> Caught:
     """Run one saboteur against its checks and the control sample, or against all."""
-    sample = set(saboteur.caught_by) | (set(CONTROL) - set(saboteur.perhaps))
-    plan = make_plan(seed, ids=() if full else sorted(sample))
+    sample = set(make_plan(seed).checks) if full else set(CONTROL) - set(saboteur.perhaps)
+    plan = make_plan(seed, ids=sorted(sample | set(saboteur.caught_by)))
     options = Options(settings=SMALL, budget_s=3600.0)
     with Session(saboteur.wire(), plan, options) as session:
         session.start()

@@ -44,7 +44,7 @@ class ReportsEarly(Swallows):
         self._late: deque[tuple[float, Posted]] = deque()
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        if op is Op.WRITE and len(blocks) == 1 and blocks.total_bytes >= 16 * MIB:
+        if op is Op.WRITE and len(blocks) == 1 and blocks.total_bytes >= 8 * MIB:
             self._late.append((time.monotonic(), (ticket, op, peer_id, blocks, notify)))
             self.swallowed.add(ticket)
             self.extra.append(Completion(ticket))
@@ -55,6 +55,34 @@ class ReportsEarly(Swallows):
         while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
             self.inner.post(*self._late.popleft()[1])
         return super().poll()
+
+
+@saboteur()
+class AcknowledgesTheQueue(Swallows):
+    """Calls a write of 256 KiB done when it is queued behind sixty others."""
+
+    DELAY_S = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: set[int] = set()
+        self._late: deque[tuple[float, Posted]] = deque()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        if len(self._open) >= 60 and blocks.total_bytes == MIB // 4:
+            self._late.append((time.monotonic(), (ticket, op, peer_id, blocks, notify)))
+            self.swallowed.add(ticket)
+            self.extra.append(Completion(ticket))
+            return
+        self._open.add(ticket)
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+    def poll(self) -> Sequence[Event]:
+        while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
+            self.inner.post(*self._late.popleft()[1])
+        found = super().poll()
+        self._open -= {event.ticket for event in found if isinstance(event, Completion)}
+        return found
 
 
 @saboteur()
@@ -131,12 +159,36 @@ class StallsAt128(BrokenBackend):
 
 @saboteur()
 class LiesAboutCancel(Swallows):
-    """Says that a cancelled transfer is quiet and lets it run on."""
+    """Says that a cancelled transfer is quiet, and its data lands a moment later."""
+
+    DELAY_S = 0.15
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._posted: dict[int, Posted] = {}
+        self._late: deque[tuple[float, Posted]] = deque()
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+        self._posted[ticket] = (ticket, op, peer_id, blocks, notify)
 
     def cancel(self, ticket: int) -> None:
-        if ticket not in self.swallowed:
-            self.swallowed.add(ticket)
-            self.extra.append(Completion(ticket, TransferCancelledError("cancelled"), True))
+        if ticket not in self._posted:
+            return
+        self._late.append((time.monotonic(), self._posted.pop(ticket)))
+        self.swallowed.add(ticket)
+        self.extra.append(Completion(ticket, TransferCancelledError("cancelled"), cancelled=True))
+        self.inner.cancel(ticket)
+
+    def poll(self) -> Sequence[Event]:
+        while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
+            _, op, peer_id, blocks, _ = self._late.popleft()[1]
+            self.swallowed.add(self.extra_post(op, peer_id, blocks))
+        found = super().poll()
+        for event in found:
+            if isinstance(event, Completion):
+                self._posted.pop(event.ticket, None)
+        return found
 
 
 @saboteur()

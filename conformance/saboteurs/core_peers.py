@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 from kvtransport import metadata
 from kvtransport.backend import Blocks, Op
-from kvtransport.errors import IncompatiblePeerError, KVTransportError, MalformedMetadataError
+from kvtransport.errors import (
+    IncompatiblePeerError,
+    KVTransportError,
+    MalformedMetadataError,
+    PeerLostError,
+    StaleDescriptorError,
+)
 from kvtransport_conformance.saboteurs.base import (
     BrokenBackend,
     BrokenCore,
@@ -48,7 +55,30 @@ class IgnoresFingerprint(BrokenCore):
     )
 
 
-@saboteur()
+class FollowsTheNewest(BrokenBackend):
+    """Sends what is meant for a peer that is gone to the newest one, guessing the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest = 0
+
+    def import_peer(self, peer_id: int, body: bytes) -> None:
+        self.inner.import_peer(peer_id, body)
+        self._newest = max(self._newest, peer_id)
+
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        try:
+            self.inner.post(ticket, op, peer_id, blocks, notify)
+        except (PeerLostError, StaleDescriptorError):
+            for guess in (0, 1, 2):
+                moved = replace(blocks, remote_region=blocks.remote_region + guess)
+                with contextlib.suppress(StaleDescriptorError):
+                    self.inner.post(ticket, op, self._newest, moved, notify)
+                    return
+            raise
+
+
+@saboteur(backend=FollowsTheNewest)
 class TrustsStaleHandles(BrokenCore):
     """Takes a region of a former registration or incarnation for the present one."""
 

@@ -250,10 +250,9 @@ class ScribblesSource(BrokenBackend):
 
 @saboteur()
 class ReadsDirty(BrokenBackend):
-    """Writes a byte back to the peer after a read of 1 MiB."""
+    """Leaves a byte in the peer's memory before it reads 1 MiB of it."""
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        self.inner.post(ticket, op, peer_id, blocks, notify)
         if op is Op.READ and len(blocks) == 1 and blocks.nbytes[0] == MIB:
             one = replace(
                 blocks,
@@ -261,6 +260,7 @@ class ReadsDirty(BrokenBackend):
                 nbytes=np.ones(1, np.uint64),
             )
             self.extra_post(Op.WRITE, peer_id, one)
+        self.inner.post(ticket, op, peer_id, blocks, notify)
 
     def poll(self) -> Sequence[Event]:
         return [

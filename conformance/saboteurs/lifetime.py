@@ -13,7 +13,7 @@ from typing import Any
 from kvtransport import registry
 from kvtransport.backend import Blocks, Completion, Event, Op, RegionSpec
 from kvtransport.capabilities import Capabilities
-from kvtransport.errors import TransferFailedError
+from kvtransport.errors import RegistrationError, TransferFailedError
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 log = logging.getLogger("kvtransport.backends.saboteur")
@@ -60,6 +60,16 @@ class EvictsOldRegions(BrokenBackend):
         if region_id in self._order:
             self._order.remove(region_id)
             self.inner.deregister(region_id)
+
+
+@saboteur()
+class RefusesLargeRegions(BrokenBackend):
+    """Declares no limit, and refuses regions of 64 MiB and more."""
+
+    def register(self, region: RegionSpec) -> None:
+        if region.nbytes >= 64 << 20:
+            raise RegistrationError("out of translation entries")
+        self.inner.register(region)
 
 
 @saboteur()

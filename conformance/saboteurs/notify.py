@@ -131,13 +131,13 @@ class DropsStandalone(BrokenBackend):
 
 @saboteur()
 class DropsWhenSlow(BrokenBackend):
-    """Drops messages beyond a thousand that nobody has read."""
+    """Drops messages beyond five hundred that nobody has read."""
 
     def poll(self) -> Sequence[Event]:
         found = self.inner.poll()
         messages = [event for event in found if isinstance(event, Notification)]
         others = [event for event in found if not isinstance(event, Notification)]
-        return [*others, *messages[:1000]]
+        return [*others, *messages[:500]]
 
 
 @saboteur()

@@ -182,7 +182,10 @@ def dead_peer_isolated(ctx: Context) -> None:
     mortal_side.add_peer(ctx.a.metadata())
     pieces = slots(scene, ctx.op, 16, 4096)
     # The machine has other work: the slowest of several is what "before" may count as.
-    before = max(ctx.a.rounds(ctx.op, pieces, 300, 8)["seconds"] for _ in range(3))
+    quiet = [ctx.a.rounds(ctx.op, pieces, 300, 8) for _ in range(3)]
+    for result in quiet:
+        ctx.expect(result["failure"] is None, f"before any death: {result['failure']}")
+    before = max(result["seconds"] for result in quiet)
     ctx.a.move(ctx.op, [scene.piece(ctx.op, Ranges.whole(4096))], "mortal")
     mortal.kill()
     for _ in range(4):

@@ -18,7 +18,9 @@ def _best_seconds(ctx: Context, op: str, size: int, repeats: int) -> float:
     piece = [scene.piece(op, Ranges.whole(size))]
     best = float("inf")
     for _ in range(repeats):
-        best = min(best, ctx.local(op).rounds(op, [piece], 1, 1)["seconds"])
+        result = ctx.local(op).rounds(op, [piece], 1, 1)
+        ctx.expect(result["failure"] is None, f"{op}: {result['failure']}")
+        best = min(best, result["seconds"])
     return best
 
 
@@ -56,6 +58,7 @@ def small_block_rate(ctx: Context) -> None:
     for op in ctx.ops:
         piece = [scene.piece(op, Ranges.of(starts, starts, [4096] * count))]
         result = ctx.a.rounds(op, [piece], 20, 2)
+        ctx.expect(result["failure"] is None, f"{op}: {result['failure']}")
         ctx.detail[f"{op}_blocks_per_s"] = round(20 * count / result["seconds"])
 
 

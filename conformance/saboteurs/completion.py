@@ -14,6 +14,27 @@ MIB = 1 << 20
 Posted = tuple[int, Op, int, Blocks, bytes | None]
 
 
+_TRANSFERS = {
+    "CAN": (1, 2, 3, 4, 5, 6),
+    "CMP": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+    "CON": (1, 2, 3, 4, 5, 6, 7, 8, 9),
+    "DSC": (1, 2, 3, 4, 5, 7, 9, 10),
+    "INT": (1, 2, 3, 4, 5),
+    "MD": (1, 2, 5, 6, 7, 8, 9, 13),
+    "NTF": (1, 2, 3, 4, 6, 7, 8, 9, 10),
+    "ORD": (1, 2, 3, 4, 5),
+    "PD": (1, 2, 3, 4, 5, 6, 7),
+    "PRF": (1, 2, 3, 5, 6, 7),
+    "RD": (1, 2, 3, 4, 5),
+    "REG": (1, 3, 4, 5, 7, 8, 9, 10, 12),
+    "SEC": (8,),
+    "TD": (1, 2, 3, 4, 7, 8),
+    "WR": (1, 2, 3, 4, 5),
+}
+EVERYTHING = [f"{group}-{at:02}" for group, numbers in _TRANSFERS.items() for at in numbers]
+"""What needs transfers at all."""
+
+
 class Swallows(BrokenBackend):
     """Base: completions in ``swallowed`` never come, those in ``extra`` come as well."""
 
@@ -33,7 +54,7 @@ class Swallows(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("CMP-02", "INT-03", "PRF-07", "REG-07", "WR-01", "WR-04")
 class ReportsEarly(Swallows):
     """Reports large writes as done when they are accepted, long before they are made."""
 
@@ -57,7 +78,7 @@ class ReportsEarly(Swallows):
         return super().poll()
 
 
-@saboteur()
+@saboteur("ORD-03")
 class AcknowledgesTheQueue(Swallows):
     """Calls a write of 256 KiB done when it is queued behind sixty others."""
 
@@ -85,7 +106,7 @@ class AcknowledgesTheQueue(Swallows):
         return found
 
 
-@saboteur()
+@saboteur("CMP-01")
 class ReportsTwice(BrokenBackend):
     """Reports every fiftieth completion twice."""
 
@@ -104,7 +125,7 @@ class ReportsTwice(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("CMP-03")
 class BlocksInPoll(BrokenBackend):
     """Waits inside ``poll`` while a transfer of exactly 4 or 16 MiB is under way."""
 
@@ -125,7 +146,7 @@ class BlocksInPoll(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("DSC-05")
 class HangsAt31(Swallows):
     """Never finishes a transfer of exactly 31 descriptors."""
 
@@ -135,7 +156,7 @@ class HangsAt31(Swallows):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("CMP-01", "CON-01", "CON-05")
 class StallsAt128(BrokenBackend):
     """Reports nothing while more than 128 transfers are open."""
 
@@ -157,7 +178,7 @@ class StallsAt128(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("CAN-02", "CMP-06")
 class LiesAboutCancel(Swallows):
     """Says that a cancelled transfer is quiet, and its data lands a moment later."""
 
@@ -191,7 +212,7 @@ class LiesAboutCancel(Swallows):
         return found
 
 
-@saboteur()
+@saboteur("CAN-01", "CAN-02", "CAN-04", "CAN-06", "CMP-10", "CON-07", "NTF-04")
 class HangsOnCancel(Swallows):
     """Never reports the end of a cancelled transfer."""
 
@@ -200,7 +221,7 @@ class HangsOnCancel(Swallows):
         self.inner.cancel(ticket)
 
 
-@saboteur()
+@saboteur("CAN-04")
 class CancelsAll(BrokenBackend):
     """Cancels every open transfer when one is to be cancelled."""
 
@@ -222,7 +243,7 @@ class CancelsAll(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("CMP-09", "NTF-04")
 class NeedsPolling(BrokenBackend):
     """Declares automatic progress, but starts a transfer only when somebody polls."""
 
@@ -246,7 +267,7 @@ class NeedsPolling(BrokenBackend):
         return [*self.inner.poll(), *refused]
 
 
-@saboteur()
+@saboteur("PRF-07")
 class CountersStand(BrokenBackend):
     """Declares counters as evidence of its path, and they never move."""
 
@@ -254,7 +275,7 @@ class CountersStand(BrokenBackend):
         return dict.fromkeys(self.inner.counters(), 0)
 
 
-@saboteur()
+@saboteur(*EVERYTHING)
 class FailsEverything(BrokenBackend):
     """Refuses every transfer with a typed error."""
 

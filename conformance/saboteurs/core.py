@@ -25,7 +25,7 @@ from kvtransport_conformance.saboteurs.base import BrokenCore, always, patches, 
 # Registration -----------------------------------------------------------------------
 
 
-@saboteur()
+@saboteur("REG-01")
 class ForgivesDoubleDeregister(BrokenCore):
     """Accepts the second deregistration of a region."""
 
@@ -34,7 +34,7 @@ class ForgivesDoubleDeregister(BrokenCore):
             super().deregister(region, drain_s)
 
 
-@saboteur()
+@saboteur("REG-02", "REG-06")
 class AcceptsNothing(BrokenCore):
     """Registers an empty buffer as one of a byte."""
 
@@ -44,7 +44,7 @@ class AcceptsNothing(BrokenCore):
         return super().register(buffer, **options)
 
 
-@saboteur()
+@saboteur("REG-06")
 class KeepsPartialBatch(BrokenCore):
     """Leaves the first regions of a failed batch registered."""
 
@@ -53,7 +53,7 @@ class KeepsPartialBatch(BrokenCore):
                 for name, buffer in buffers.items()}  # fmt: skip
 
 
-@saboteur()
+@saboteur("CMP-05", "REG-07")
 class DeregistersBusy(BrokenCore):
     """Returns from deregister although the transfer goes on."""
 
@@ -62,7 +62,7 @@ class DeregistersBusy(BrokenCore):
             super().deregister(region, drain_s)
 
 
-@saboteur()
+@saboteur("REG-08")
 class DropsBuffers(BrokenCore):
     """Keeps no reference to what is registered."""
 
@@ -72,7 +72,7 @@ class DropsBuffers(BrokenCore):
         return super().register(buffer, **options)
 
 
-@saboteur()
+@saboteur("REG-10")
 class IgnoresReadOnly(BrokenCore):
     """Takes a read-only buffer for a writable one."""
 
@@ -82,7 +82,7 @@ class IgnoresReadOnly(BrokenCore):
         return super().register(buffer, **options)
 
 
-@saboteur()
+@saboteur("REG-11")
 class AcceptsAnyKind(BrokenCore):
     """Takes an unknown kind of memory for host memory."""
 
@@ -93,7 +93,7 @@ class AcceptsAnyKind(BrokenCore):
 # Descriptors ------------------------------------------------------------------------
 
 
-@saboteur()
+@saboteur("DSC-06")
 class CutsToShortest(BrokenCore):
     """Cuts vectors of unequal length to the shortest, and blocks to the smaller ones."""
 
@@ -112,7 +112,7 @@ class _SwallowedError(KVTransportError):
     """What ``CutsToShortest`` swallows."""
 
 
-@saboteur()
+@saboteur("DSC-07")
 class RefusesNothing(BrokenCore):
     """Takes a transfer of nothing for an error."""
 
@@ -123,7 +123,7 @@ class RefusesNothing(BrokenCore):
         return found
 
 
-@saboteur()
+@saboteur("DSC-08")
 class AllowsOverlap(BrokenCore):
     """Does not look whether two descriptors write the same bytes."""
 
@@ -144,7 +144,7 @@ def _merge_wrongly(original: Any) -> Any:
     return index_runs
 
 
-@saboteur()
+@saboteur("DSC-09")
 class MergesWrongly(BrokenCore):
     """Puts the last run of blocks where the one before it went."""
 
@@ -154,7 +154,7 @@ class MergesWrongly(BrokenCore):
     )
 
 
-@saboteur()
+@saboteur("RD-06")
 class AllowsAnyOp(BrokenCore):
     """Reads although the backend does not declare it."""
 
@@ -164,7 +164,7 @@ class AllowsAnyOp(BrokenCore):
         self.capabilities = replace(self.capabilities, ops=both)
 
 
-@saboteur()
+@saboteur("SEC-01")
 class TrustsBounds(BrokenCore):
     """Posts ranges that end outside their region."""
 
@@ -176,7 +176,7 @@ class TrustsBounds(BrokenCore):
 # Completion -------------------------------------------------------------------------
 
 
-@saboteur()
+@saboteur("CMP-04", "CMP-10", "INT-04")
 class EatsSiblings(BrokenCore):
     """Throws away the events of others while it waits for one transfer."""
 
@@ -206,21 +206,21 @@ def _finish_at_once(original: Any) -> Any:
     return drain
 
 
-@saboteur()
+@saboteur("CMP-05", "NTF-04", "NTF-10")
 class FreesOnTimeout(BrokenCore):
     """Calls a late transfer ended, and its memory free, while the backend still works."""
 
     patches = patches(drain=("kvtransport.inflight:InFlight.drain", _finish_at_once))
 
 
-@saboteur()
+@saboteur("CMP-07", "CON-07", "CON-09", "TD-06")
 class StaysOpen(BrokenCore):
     """Forgets after closing that it is closed."""
 
     patches = patches(check=("kvtransport.gate:Gate.check", always(None)))
 
 
-@saboteur()
+@saboteur("CMP-08")
 class Miscounts(BrokenCore):
     """Counts every transfer's bytes twice."""
 
@@ -234,7 +234,7 @@ class Miscounts(BrokenCore):
     )
 
 
-@saboteur()
+@saboteur("CMP-10")
 class FailsTwice(BrokenCore):
     """Reports the failure of a transfer with several parts twice."""
 
@@ -244,7 +244,7 @@ class FailsTwice(BrokenCore):
             super()._on_finished(transfer)
 
 
-@saboteur()
+@saboteur("NTF-10", "PD-03")
 class WaitsForEver(BrokenCore):
     """Never looks at deadlines."""
 
@@ -259,7 +259,7 @@ def _lose_failures(original: Any) -> Any:
     return complete
 
 
-@saboteur()
+@saboteur("CAN-06", "CMP-05", "INT-04", "MD-09", "MD-11", "NTF-10", "PD-01", "PD-03")
 class LosesFailures(BrokenCore):
     """Tells nobody that a transfer failed, and looks at no deadline."""
 
@@ -278,14 +278,14 @@ def _expect_fifo(original: Any) -> Any:
     return complete
 
 
-@saboteur()
+@saboteur("CMP-10", "ORD-05")
 class ExpectsFifo(BrokenCore):
     """Ignores parts of a transfer that end out of order."""
 
     patches = patches(complete=("kvtransport.inflight:InFlight.complete", _expect_fifo))
 
 
-@saboteur()
+@saboteur("CMP-10", "CON-05")
 class FullIsFatal(BrokenCore):
     """Reports a full queue as a failed transfer."""
 
@@ -306,14 +306,14 @@ def _cancel_finished(original: Any) -> Any:
     return cancel
 
 
-@saboteur()
+@saboteur("CAN-03", "CMP-07")
 class CancelsTheDone(BrokenCore):
     """Calls a finished transfer cancelled."""
 
     patches = patches(cancel=("kvtransport.posting:Posting.cancel", _cancel_finished))
 
 
-@saboteur()
+@saboteur("CAN-05")
 class CancelsInSilence(BrokenCore):
     """Says nothing when the backend cannot cancel."""
 
@@ -338,7 +338,7 @@ def _keep_parts(original: Any) -> Any:
     return drain
 
 
-@saboteur()
+@saboteur("CAN-06")
 class PostsAfterCancel(BrokenCore):
     """Posts the waiting parts of a transfer when it is cancelled."""
 

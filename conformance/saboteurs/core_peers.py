@@ -36,14 +36,14 @@ def _hide_versions(original: Any) -> Any:
     return open_metadata
 
 
-@saboteur()
+@saboteur("MD-03")
 class HidesVersions(BrokenCore):
     """Calls another version's metadata malformed."""
 
     patches = patches(opened=("kvtransport.peers:open_metadata", _hide_versions))
 
 
-@saboteur()
+@saboteur("MD-04")
 class IgnoresFingerprint(BrokenCore):
     """Imports peers with another model's fingerprint."""
 
@@ -78,7 +78,7 @@ class FollowsTheNewest(BrokenBackend):
             raise
 
 
-@saboteur(backend=FollowsTheNewest)
+@saboteur("MD-05", "PD-04", backend=FollowsTheNewest)
 class TrustsStaleHandles(BrokenCore):
     """Takes a region of a former registration or incarnation for the present one."""
 
@@ -99,14 +99,14 @@ def _always_new(original: Any) -> Any:
     return add
 
 
-@saboteur()
+@saboteur("MD-06", "MD-07")
 class NewPeerEveryTime(BrokenCore):
     """Makes a new peer of the same metadata."""
 
     patches = patches(add=("kvtransport.peers:PeerTable.add", _always_new))
 
 
-@saboteur()
+@saboteur("MD-08", "TD-08")
 class RemovesNobody(BrokenCore):
     """Goes on working with a removed peer."""
 
@@ -114,7 +114,7 @@ class RemovesNobody(BrokenCore):
         del peer, drain_s
 
 
-@saboteur()
+@saboteur("MD-12")
 class ForgetsOldFormat(BrokenCore):
     """Cannot decode what an older release wrote any more."""
 
@@ -135,7 +135,7 @@ def _refuse_old(found: Any) -> Any:
 # Threads, fork, close -------------------------------------------------------------------
 
 
-@saboteur()
+@saboteur("CON-02")
 class NoLock(BrokenCore):
     """Lets several threads into the backend at once."""
 
@@ -156,14 +156,14 @@ class _NoLock:
         """Unlock nothing."""
 
 
-@saboteur()
+@saboteur("CON-09")
 class SurvivesFork(BrokenCore):
     """Works on in a forked child."""
 
     patches = patches(fork=("kvtransport.gate:Gate.check_fork", always(None)))
 
 
-@saboteur()
+@saboteur("NTF-10", "PD-03", "TD-02")
 class ClosesAtOnce(BrokenCore):
     """Closes without waiting for what is in flight, and without saying so."""
 
@@ -181,7 +181,7 @@ class TruncatesMessages(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, cut)
 
 
-@saboteur(backend=TruncatesMessages)
+@saboteur("NTF-05", backend=TruncatesMessages)
 class SendsOversize(BrokenCore):
     """Accepts a message that is too long and sends its beginning."""
 

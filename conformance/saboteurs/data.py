@@ -42,7 +42,7 @@ class Rewrites(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("DSC-04", "INT-05", "RD-01", "WR-01")
 class DropsTail(Rewrites):
     """Leaves out the last byte of every descriptor of 8,193 bytes, as a bad MTU split would."""
 
@@ -50,7 +50,7 @@ class DropsTail(Rewrites):
         return resized(blocks, blocks.nbytes - (blocks.nbytes == 8193))
 
 
-@saboteur()
+@saboteur("CAN-04", "CMP-09", "ORD-02", "RD-01", "RD-05", "WR-01", "WR-05")
 class DropsLastPage(Rewrites):
     """Leaves out the last page of single descriptors of exactly 1 MiB."""
 
@@ -60,7 +60,7 @@ class DropsLastPage(Rewrites):
         return blocks
 
 
-@saboteur()
+@saboteur("CON-08", "DSC-04", "INT-01", "RD-01", "RD-02", "WR-01", "WR-02")
 class Overruns(Rewrites):
     """Rounds descriptors of 7 bytes up to 8."""
 
@@ -68,7 +68,7 @@ class Overruns(Rewrites):
         return resized(blocks, blocks.nbytes + (blocks.nbytes == 7))
 
 
-@saboteur()
+@saboteur("CON-08", "DSC-03", "DSC-04", "DSC-05", "ORD-05", "RD-02", "WR-02")
 class FillsGaps(Rewrites):
     """Moves the gap as well when two blocks lie close to each other on both sides."""
 
@@ -82,7 +82,7 @@ class FillsGaps(Rewrites):
         return resized(blocks, sizes)
 
 
-@saboteur()
+@saboteur("CON-08", "DSC-04", "INT-05")
 class UniformLengths(Rewrites):
     """Takes the first descriptor's length for that of all when it is 1."""
 
@@ -92,7 +92,7 @@ class UniformLengths(Rewrites):
         return blocks
 
 
-@saboteur()
+@saboteur("DSC-01")
 class IgnoresOffsets(Rewrites):
     """Reads and writes single descriptors of 10,000 bytes at the beginning of the region."""
 
@@ -102,7 +102,7 @@ class IgnoresOffsets(Rewrites):
         return blocks
 
 
-@saboteur()
+@saboteur("DSC-02", "DSC-03", "DSC-05", "INT-02", "ORD-01")
 class SwapsTwoBlocks(Rewrites):
     """Exchanges the targets of the last two of at least 60 blocks."""
 
@@ -114,7 +114,7 @@ class SwapsTwoBlocks(Rewrites):
         return replace(blocks, remote_offset=offsets)
 
 
-@saboteur()
+@saboteur("REG-12")
 class Offsets32(Rewrites):
     """Cuts offsets to 32 bits."""
 
@@ -127,7 +127,7 @@ class Offsets32(Rewrites):
         )
 
 
-@saboteur()
+@saboteur("CON-03", "CON-08", "INT-05", "MD-01", "MD-13", "REG-12")
 class WrongWayRound(Rewrites):
     """Loses the last byte of what the peer process initiates."""
 
@@ -143,7 +143,7 @@ class WrongWayRound(Rewrites):
         return resized(blocks, sizes)
 
 
-@saboteur()
+@saboteur("INT-01", "INT-05", "NTF-02")
 class ForgetsOneInThousand(Rewrites):
     """Leaves out one byte in every thousandth transfer."""
 
@@ -159,7 +159,7 @@ class ForgetsOneInThousand(Rewrites):
         return resized(blocks, sizes)
 
 
-@saboteur()
+@saboteur("REG-05")
 class AlignsBases(BrokenBackend):
     """Rounds the base address of regions down to 8 bytes."""
 
@@ -167,7 +167,7 @@ class AlignsBases(BrokenBackend):
         self.inner.register(replace(region, address=region.address // 8 * 8))
 
 
-@saboteur()
+@saboteur("REG-03")
 class MixesOverlaps(BrokenBackend):
     """Confuses the places of regions that lie inside another one."""
 
@@ -184,7 +184,7 @@ class MixesOverlaps(BrokenBackend):
         self.inner.register(region)
 
 
-@saboteur()
+@saboteur("ORD-04", "RD-04")
 class CachesReads(BrokenBackend):
     """Answers a read of 64 KiB that was made before from memory."""
 
@@ -221,7 +221,7 @@ class CachesReads(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("ORD-02", "WR-03")
 class ScribblesSource(BrokenBackend):
     """Leaves a byte in the source of writes of 1 MiB, as a compressing transport might."""
 
@@ -248,29 +248,33 @@ class ScribblesSource(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("RD-03")
 class ReadsDirty(BrokenBackend):
     """Leaves a byte in the peer's memory before it reads 1 MiB of it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Event] = []
+
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         if op is Op.READ and len(blocks) == 1 and blocks.nbytes[0] == MIB:
-            one = replace(
-                blocks,
-                local_offset=blocks.local_offset + np.uint64(64),
-                nbytes=np.ones(1, np.uint64),
-            )
-            self.extra_post(Op.WRITE, peer_id, one)
+            one = replace(blocks, nbytes=np.ones(1, np.uint64))
+            mark = self.extra_post(Op.WRITE, peer_id, one)
+            # The read must not come first: the byte would be the peer's own then.
+            while not any(getattr(event, "ticket", 0) == mark for event in self._kept):
+                self._kept += self.inner.poll()
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
     def poll(self) -> Sequence[Event]:
+        kept, self._kept = self._kept, []
         return [
             event
-            for event in self.inner.poll()
+            for event in (*kept, *self.inner.poll())
             if not (isinstance(event, Completion) and event.ticket > self.PRIVATE)
         ]
 
 
-@saboteur()
+@saboteur("INT-03")
 class QuietsNaNs(BrokenBackend):
     """Interprets the data as floating point numbers: signalling NaNs become quiet ones."""
 
@@ -292,7 +296,7 @@ class QuietsNaNs(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("ORD-02")
 class SkipsRepeatedWrites(BrokenBackend):
     """Takes a second write of 1 MiB to the same place for a repetition and skips it."""
 

@@ -96,7 +96,29 @@ StaleCacheTarget = Target(backend=_BACKEND, memory=_kits(StaleCacheMemory()))
 LeakyDeviceTarget = LeakyHooks(backend="host")
 IdleFaultTarget = IdleFault(backend="host")
 
-saboteur_target(f"{_HERE}LosesContextTarget", "Works on one thread of a device only.")
-saboteur_target(f"{_HERE}StaleCacheTarget", "The device itself does not see the last bytes.")
-saboteur_target(f"{_HERE}LeakyDeviceTarget", "Device bytes grow with every use.")
-saboteur_target(f"{_HERE}IdleFaultTarget", "Transfers succeed although the network is down.")
+saboteur_target(
+    f"{_HERE}LosesContextTarget",
+    "Works on one thread of a device only.",
+    "CON-02",
+    "CON-07",
+    "CON-10",
+    "REG-11",
+)
+saboteur_target(
+    f"{_HERE}StaleCacheTarget",
+    "The device itself does not see the last bytes.",
+    "CMP-09",
+    "CON-01",
+    "DEV-01",
+    "INT-02",
+    "ORD-02",
+    "RD-03",
+    "RD-05",
+    "REG-11",
+    "WR-03",
+    "WR-05",
+)
+saboteur_target(f"{_HERE}LeakyDeviceTarget", "Device bytes grow with every use.", "TD-05")
+saboteur_target(
+    f"{_HERE}IdleFaultTarget", "Transfers succeed although the network is down.", "PD-06"
+)

@@ -19,7 +19,7 @@ from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 log = logging.getLogger("kvtransport.backends.saboteur")
 
 
-@saboteur()
+@saboteur("CON-08", "REG-04")
 class DeregistersByAddress(BrokenBackend):
     """Drops every region of a buffer when one of them is deregistered."""
 
@@ -38,7 +38,7 @@ class DeregistersByAddress(BrokenBackend):
             self.inner.deregister(other)
 
 
-@saboteur()
+@saboteur("REG-09")
 class EvictsOldRegions(BrokenBackend):
     """Makes room for a fourth region by forgetting the first."""
 
@@ -62,7 +62,7 @@ class EvictsOldRegions(BrokenBackend):
             self.inner.deregister(region_id)
 
 
-@saboteur()
+@saboteur("PRF-01", "PRF-04", "PRF-05", "REG-12")
 class RefusesLargeRegions(BrokenBackend):
     """Declares no limit, and refuses regions of 64 MiB and more."""
 
@@ -72,7 +72,7 @@ class RefusesLargeRegions(BrokenBackend):
         self.inner.register(region)
 
 
-@saboteur()
+@saboteur("CON-06")
 class RegistrationDisturbs(BrokenBackend):
     """Loses the transfers in flight when memory is registered."""
 
@@ -100,7 +100,7 @@ class RegistrationDisturbs(BrokenBackend):
         return [*kept, *lost]
 
 
-@saboteur()
+@saboteur("TD-01")
 class SecondCloseRaises(BrokenBackend):
     """Breaks when it is closed twice."""
 
@@ -137,7 +137,7 @@ class Leaky(BrokenBackend):
         raise NotImplementedError
 
 
-@saboteur()
+@saboteur("TD-03")
 class LeaksDescriptor(Leaky):
     """Leaves a file open at every close."""
 
@@ -147,7 +147,7 @@ class LeaksDescriptor(Leaky):
         os.open(os.devnull, os.O_RDONLY)
 
 
-@saboteur()
+@saboteur("TD-04")
 class LeaksThread(Leaky):
     """Leaves a thread waiting for ever at every close."""
 
@@ -157,7 +157,7 @@ class LeaksThread(Leaky):
         threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
 
 
-@saboteur()
+@saboteur("DSC-10", "NTF-08", "NTF-09")
 class LeaksPerPost(BrokenBackend):
     """Leaves a file open in every hundredth use of a prepared transfer."""
 
@@ -174,7 +174,7 @@ class LeaksPerPost(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("TD-07")
 class HangsAtExit(BrokenBackend):
     """Runs a thread that only ``close`` ends, and the interpreter waits for it."""
 
@@ -191,7 +191,7 @@ class HangsAtExit(BrokenBackend):
         self.inner.close()
 
 
-@saboteur()
+@saboteur("TD-08")
 class LogsWarnings(BrokenBackend):
     """Warns about nothing at every first transfer."""
 
@@ -206,7 +206,7 @@ class LogsWarnings(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("CON-02", "CON-07")
 class OwnsOneThread(BrokenBackend):
     """Declares that any thread may call it, and refuses all but the first."""
 

@@ -25,7 +25,7 @@ class Private(BrokenBackend):
         return [event for event in self.inner.poll() if not self.mine(event)]
 
 
-@saboteur()
+@saboteur("NTF-02", "NTF-04", "ORD-01")
 class NotifiesEarly(Private):
     """Sends the message when a transfer of several descriptors begins."""
 
@@ -53,7 +53,7 @@ class NotifiesEarly(Private):
         return super().poll()
 
 
-@saboteur()
+@saboteur("NTF-01")
 class CutsAtNul(BrokenBackend):
     """Takes a payload for a C string."""
 
@@ -62,7 +62,7 @@ class CutsAtNul(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, text)
 
 
-@saboteur()
+@saboteur("NTF-02", "NTF-03", "NTF-08")
 class DoublesNotify(BrokenBackend):
     """Delivers every hundredth message twice."""
 
@@ -80,7 +80,7 @@ class DoublesNotify(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("NTF-04")
 class NotifiesOnFailure(Private):
     """Sends the message of a transfer that failed or was cancelled all the same."""
 
@@ -102,7 +102,7 @@ class NotifiesOnFailure(Private):
         return found
 
 
-@saboteur()
+@saboteur("NTF-06")
 class SpoofsSender(BrokenBackend):
     """Attributes every message to the peer it met first."""
 
@@ -121,7 +121,7 @@ class SpoofsSender(BrokenBackend):
         ]
 
 
-@saboteur()
+@saboteur("DSC-07", "NTF-06", "NTF-07", "NTF-08", "NTF-09")
 class DropsStandalone(BrokenBackend):
     """Forgets the message of a transfer without data."""
 
@@ -129,7 +129,7 @@ class DropsStandalone(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify if len(blocks) else None)
 
 
-@saboteur()
+@saboteur("NTF-09")
 class DropsWhenSlow(BrokenBackend):
     """Drops messages beyond five hundred that nobody has read."""
 
@@ -140,7 +140,7 @@ class DropsWhenSlow(BrokenBackend):
         return [*others, *messages[:500]]
 
 
-@saboteur()
+@saboteur("NTF-08")
 class ClaimsOrder(BrokenBackend):
     """Declares order per peer, and delivers what came together backwards."""
 

@@ -16,7 +16,7 @@ from kvtransport.errors import MalformedMetadataError, PeerLostError, RegionBusy
 from kvtransport_conformance.saboteurs.base import BrokenBackend, saboteur
 
 
-@saboteur()
+@saboteur("MD-02", "MD-10")
 class ChokesOnGarbage(BrokenBackend):
     """Raises whatever its parser raises for damaged metadata."""
 
@@ -27,7 +27,7 @@ class ChokesOnGarbage(BrokenBackend):
             raise KeyError("agent_id") from error
 
 
-@saboteur()
+@saboteur("MD-02", "MD-10")
 class DiesOnGarbage(BrokenBackend):
     """Ends the process at damaged metadata, as an assertion in a driver does."""
 
@@ -38,7 +38,7 @@ class DiesOnGarbage(BrokenBackend):
             os.kill(os.getpid(), signal.SIGABRT)
 
 
-@saboteur()
+@saboteur("MD-10")
 class Unpickles(BrokenBackend):
     """Tries pickle first when it decodes a peer's metadata."""
 
@@ -51,7 +51,7 @@ class Unpickles(BrokenBackend):
         self.inner.import_peer(peer_id, body)
 
 
-@saboteur()
+@saboteur("MD-05", "MD-06")
 class ForgetsUpdates(BrokenBackend):
     """Ignores a newer export of a peer that it knows."""
 
@@ -65,7 +65,7 @@ class ForgetsUpdates(BrokenBackend):
             self._known.add(peer_id)
 
 
-@saboteur()
+@saboteur("CON-04")
 class ConfusesPeers(BrokenBackend):
     """Has room for five peers and sends what is meant for others to the fifth."""
 
@@ -89,7 +89,7 @@ class ConfusesPeers(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("MD-13")
 class ListenerDies(BrokenBackend):
     """Runs a listener that ends at the first bad request and takes the agent with it."""
 
@@ -123,7 +123,7 @@ class ListenerDies(BrokenBackend):
         self.inner.close()
 
 
-@saboteur()
+@saboteur("PD-01")
 class HangsOnPeerDeath(BrokenBackend):
     """Reports neither a dead peer nor the transfers that died with it."""
 
@@ -136,7 +136,7 @@ class HangsOnPeerDeath(BrokenBackend):
         ]
 
 
-@saboteur()
+@saboteur("PD-02")
 class LocksForDeadReader(BrokenBackend):
     """Keeps memory locked for a reader that is dead."""
 
@@ -171,7 +171,7 @@ class Mourns(BrokenBackend):
         return found
 
 
-@saboteur()
+@saboteur("PD-05")
 class SlowAfterDeath(Mourns):
     """Pauses before every post once a peer has died."""
 
@@ -181,7 +181,7 @@ class SlowAfterDeath(Mourns):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur()
+@saboteur("MD-05", "PD-04", "PD-05", "PD-07")
 class PoisonedByDeath(Mourns):
     """Refuses transfers with every peer once one has died."""
 

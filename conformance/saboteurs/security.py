@@ -16,7 +16,7 @@ log = logging.getLogger("kvtransport.backends.saboteur")
 TCP = {"path": "tcp"}
 
 
-@saboteur(config=TCP)
+@saboteur("SEC-02", config=TCP)
 class RegistersTooMuch(BrokenBackend):
     """Registers whole double pages, as a careless driver does."""
 
@@ -24,7 +24,7 @@ class RegistersTooMuch(BrokenBackend):
         self.inner.register(replace(region, nbytes=2 * region.nbytes))
 
 
-@saboteur(config=TCP)
+@saboteur("NTF-04", "SEC-03", "SEC-06", config=TCP)
 class TrustsRegionIds(BrokenBackend):
     """Takes an unknown region id for the peer's first region."""
 
@@ -38,7 +38,7 @@ class TrustsRegionIds(BrokenBackend):
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
 
-@saboteur(config=TCP)
+@saboteur("SEC-04", config=TCP)
 class IgnoresAccess(BrokenBackend):
     """Registers everything for reading and writing."""
 
@@ -46,7 +46,7 @@ class IgnoresAccess(BrokenBackend):
         self.inner.register(replace(region, access=frozenset({"read", "write"})))
 
 
-@saboteur(config=TCP)
+@saboteur("CON-06", "SEC-05", config=TCP)
 class NeverDeregisters(BrokenBackend):
     """Keeps a region reachable after it was deregistered."""
 
@@ -54,7 +54,7 @@ class NeverDeregisters(BrokenBackend):
         del region_id
 
 
-@saboteur(config=TCP)
+@saboteur("SEC-07", config=TCP)
 class ListensEverywhere(BrokenBackend):
     """Opens a port on every interface without being told to."""
 
@@ -68,7 +68,7 @@ class ListensEverywhere(BrokenBackend):
         self.inner.close()
 
 
-@saboteur()
+@saboteur("SEC-08")
 class LogsKeys(BrokenBackend):
     """Logs what it exports, keys included."""
 

@@ -43,6 +43,8 @@ class BlockCounts:
 
     def distinct_with(self, at: Positions) -> int:
         """What ``distinct`` would be after ``add``."""
+        if not self.distinct:
+            return at.size
         return self.distinct + at.size - int(np.count_nonzero(self._counts[at]))
 
     def add(self, at: Positions) -> None:

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from kvtransport.lease.prefix_index import Node
 
 
-class Purpose(Enum):
+class _Counted(Enum):
+    """Each member knows the names that the ledger counts it under."""
+
+    def __init__(self, value: str) -> None:
+        # Plain attributes: ``value`` goes through a descriptor on every access.
+        self.inserted = f"inserted.{value}"
+        self.dropped = f"dropped.{value}"
+        self.refused = f"refused.{value}"
+
+
+class Purpose(_Counted):
     """Why blocks are kept."""
 
     HANDOFF = "handoff"
@@ -25,7 +35,7 @@ class Purpose(Enum):
     """Finished here and possibly useful later: yields at once."""
 
 
-class DropReason(Enum):
+class DropReason(_Counted):
     """Why a holding's block references have to be dropped."""
 
     EXPIRED = "expired"
@@ -38,7 +48,7 @@ class DropReason(Enum):
     RESET = "reset"
 
 
-class Refusal(Enum):
+class Refusal(_Counted):
     """Why ``Ledger.insert`` did not take a holding."""
 
     POLICY = "policy"

@@ -134,13 +134,13 @@ class Ledger:
             else:
                 refusal = self._insert_retained(holding, chain, place, now)
                 if refusal is not None:
-                    self.counters[f"refused.{refusal.value}"] += 1
+                    self.counters[refusal.refused] += 1
                     return None
             self._holdings[holding.holding_id] = holding
             self._expiries.add(holding)
             if holding.chain:
                 self._index.add(holding, place)
-            self.counters[f"inserted.{purpose.value}"] += 1
+            self.counters[purpose.inserted] += 1
             return holding
 
     def make_room(self, blocks: int) -> int:
@@ -493,4 +493,4 @@ class Ledger:
         del self._holdings[holding.holding_id]
         self._hide(holding)
         self._dropped.append(Dropped(holding, reason))
-        self.counters[f"dropped.{reason.value}"] += 1
+        self.counters[reason.dropped] += 1

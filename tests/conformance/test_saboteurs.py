@@ -8,9 +8,6 @@ from kvtransport_conformance.registry import all_checks
 from kvtransport_conformance.saboteurs.base import all_saboteurs, apply
 from kvtransport_conformance.saboteurs.campaign import CANNOT_FAIL, CONTROL, face, uncovered
 
-# Which checks each one fails is being measured; until then make test leaves them out.
-pytestmark = pytest.mark.slow
-
 SABOTEURS = all_saboteurs()
 SOME = (
     "DropsTail", "LiesAboutCancel", "ReportsTwice", "RegistersTooMuch", "TrustsStaleHandles",

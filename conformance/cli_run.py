@@ -90,6 +90,10 @@ def run(
     except (KVTransportError, OSError, ValueError) as error:
         console.print(f"kvt conformance: {escape(str(error))}", highlight=False)
         raise typer.Exit(SUITE_ERROR) from error
+    except Exception as error:
+        # Python would exit with 1, which means that the backend failed.
+        console.print_exception()
+        raise typer.Exit(SUITE_ERROR) from error
     raise typer.Exit(outcome)
 
 
@@ -197,7 +201,7 @@ def _require_known(ids: Mapping[str, Any], where: str) -> None:
 
 def saboteurs(
     full: Annotated[
-        bool, typer.Option(help="Every check against every saboteur: takes most of an hour.")
+        bool, typer.Option(help="Every check against every saboteur: about 100 minutes.")
     ] = False,
     only: Annotated[str, typer.Option(help="Names, separated by commas.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Order and data.")] = 1,

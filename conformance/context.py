@@ -46,7 +46,7 @@ class NotSupported(Exception):  # noqa: N818  # a verdict
 class Settings:
     """Sizes a person may change; they are recorded in the report."""
 
-    soak_s: float = 60.0
+    soak_s: float = 20.0
     rounds: int = 10_000
     max_bytes: int = 64 << 20
     watch_s: float = 1.0

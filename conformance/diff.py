@@ -25,7 +25,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     changes = []
     for key in sorted(set(old) | set(new)):
         if key not in new:
-            changes.append(Change(key, _word(old[key]), "-", "gone"))
+            verdict = "regressed" if old[key]["status"] == "PASS" else "gone"
+            changes.append(Change(key, _word(old[key]), "-", verdict))
         elif key not in old:
             changes.append(Change(key, "-", _word(new[key]), "added"))
         elif _word(old[key]) != _word(new[key]):
@@ -44,6 +45,8 @@ def _verdict(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> str:
         return "revision changed"
     if _failed(new[key]) and not _failed(old[key]):
         return "regressed"
+    if old[key]["status"] == "PASS" and new[key]["status"] != "PASS" and not _failed(old[key]):
+        return "regressed"
     return "fixed" if _failed(old[key]) and not _failed(new[key]) else "changed"
 
 
@@ -52,5 +55,5 @@ def _failed(entry: Mapping[str, Any]) -> bool:
 
 
 def regressed(changes: list[Change]) -> bool:
-    """Whether anything that held before fails now."""
+    """Whether anything that held before is not shown to hold now."""
     return any(change.verdict == "regressed" for change in changes)

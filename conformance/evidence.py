@@ -14,10 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 # vLLM's CPU platform, for one, preloads these into the processes it starts.
 _HARMLESS = ("libtcmalloc", "libjemalloc", "libmimalloc", "libiomp5", "libgomp", "libomp")
+
+MODULES: Mapping[str, str] = MappingProxyType(
+    {"cuda": "nvidia", "rocm": "amdgpu", "neuron": "neuron"}
+)
+"""Kernel module of each kind of device; a kit of another kind names its own as ``module``."""
 
 _TEXT = {
     "E0": "nothing verified",
@@ -51,7 +57,7 @@ def judge(facts: Mapping[str, Any], moved: int, counters: Mapping[str, int]) -> 
     mine, theirs = facts["process"], facts["peer_process"]
     hosts = 1 if mine["boot_id"] == theirs["boot_id"] else 2
     devices = tuple(
-        dict(kit) for kit in facts["memory"] if kit["kind"] != "host" or kit.get("driver")
+        _corroborated(kit, mine["modules"]) for kit in facts["memory"] if kit["kind"] != "host"
     )
     nics = _nics_used(facts, moved, counters)
     fakes = _fakes(facts, devices)
@@ -69,6 +75,15 @@ def judge(facts: Mapping[str, Any], moved: int, counters: Mapping[str, int]) -> 
     return Evidence(
         "E4" if hosts > 1 else "E3", f"{shape}; {'; '.join(proofs)}", hosts, devices, nics
     )
+
+
+def _corroborated(kit: Mapping[str, str], modules: Sequence[str]) -> dict[str, str]:
+    """The kit's facts; its driver only counts when the kernel has that driver's module."""
+    found = dict(kit)
+    module = MODULES.get(kit["kind"]) or kit.get("module", "")
+    if module not in modules:
+        found.pop("driver", None)
+    return found
 
 
 def _place(mine: Mapping[str, Any], theirs: Mapping[str, Any], hosts: int) -> str:

@@ -9,6 +9,7 @@ from kvtransport.errors import ConfigError
 from kvtransport_conformance import SUITE_VERSION
 from kvtransport_conformance.render.words import NOT_ON_HARDWARE
 from kvtransport_conformance.report import Report, load
+from kvtransport_conformance.verify import problems
 
 BEGIN = "<!-- conformance matrix: begin (made by `kvt conformance matrix`) -->"
 END = "<!-- conformance matrix: end -->"
@@ -29,15 +30,29 @@ def find_reports(paths: Iterable[Path]) -> list[Path]:
 
 
 def render(paths: Sequence[Path]) -> str:
+    """The table of stored reports; raises ``ConfigError`` for one that ``verify`` rejects."""
+    return table([_verified(path) for path in paths])
+
+
+def table(reports: Iterable[Report]) -> str:
     """Return the table and its sentences as Markdown, ending in a newline."""
-    reports = sorted((load(path) for path in paths), key=_order)
-    current = [r for r in reports if _age(r) < 2]
-    whole = [report for report in current if report["complete"]]
+    whole = [r for r in sorted(reports, key=_order) if r["complete"] and _age(r) < 2]
     heads = ["backend", "path tested", *[name.removeprefix("KVT-") for name in COLUMNS], "hardware"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     lines += [_row(report) for report in whole]
     lines += ["", _legend(), "", hardware_sentence(whole), "", agnostic_sentence(whole)]
     return "\n".join(lines) + "\n"
+
+
+def _verified(path: Path) -> Report:
+    try:
+        report = load(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no report: {error}") from error
+    wrong = problems(report)
+    if wrong:
+        raise ConfigError(f"{path} cannot be in the table: {wrong[0]}")
+    return report
 
 
 def _order(report: Report) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class Process:
             "preload": os.environ.get("LD_PRELOAD", ""),
             "os": f"{os.uname().sysname} {os.uname().release}",
             "cpus": os.cpu_count(),
+            "modules": sorted(_names("/sys/module")),
             "nics": sorted(_names("/sys/class/infiniband")),
         }
 
@@ -154,6 +155,12 @@ class Process:
 
     def resident(self) -> int:
         return resources.resident_bytes()
+
+    def snapshot(self) -> dict[str, int] | None:
+        """Device bytes and driver objects, if the target can count them."""
+        assert self.loaded is not None
+        found = self.loaded.target.snapshot()
+        return None if found is None else dict(found)
 
     def held(self) -> list[str]:
         """What this process holds beyond its baseline right now."""

@@ -1,9 +1,9 @@
 """Profiles: named sets of checks, and how their results become one word.
 
 ``failure`` if any check of the profile failed, crashed, timed out or leaked;
-``refused`` if the capability the profile is about is declared absent and its use
-was refused; ``not_verified`` if nothing of it could run; ``partial`` if a core
-check is anything but PASS; else ``success``.
+``refused`` if the capability the profile is about is declared absent and every
+core check was tried, so that its use was refused; ``not_verified`` if nothing of
+it could run; ``partial`` if a core check is anything but PASS; else ``success``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,10 @@ class ProfileResult:
     reason: str = ""
 
 
+_OPEN = frozenset({Status.NOT_RUN, Status.SKIPPED, Status.WAIVED})
+"""Nobody tried: what is declared absent was not refused either."""
+
+
 def evaluate(profile: Profile, graded: Mapping[str, Graded], *, declared: bool) -> ProfileResult:
     """Reduce the results of one profile's checks, keyed by id, to one word.
 
@@ -85,7 +89,7 @@ def evaluate(profile: Profile, graded: Mapping[str, Graded], *, declared: bool) 
         return ProfileResult(Outcome.NOT_VERIFIED, *counts, reason="no check could run")
     if not profile.gates:
         return ProfileResult(Outcome.SUCCESS, *counts, reason="recorded, never gates")
-    if not declared:
+    if not declared and not {entry.status for entry in core} & _OPEN:
         return ProfileResult(Outcome.REFUSED, *counts, reason=f"{profile.about} declared absent")
     missing = Counter(entry.status for entry in core if entry.status is not Status.PASS)
     if not core or missing[Status.NOT_VERIFIED] == len(core):

@@ -60,12 +60,15 @@ def conformance_suite(
         plan = Plan(named.checks, named.profiles, _seed(request.config))
         with Session(wire, plan, Options(settings=settings or Settings())) as run:
             setup = run.start()
-            if setup.status not in {Status.PASS, Status.NOT_VERIFIED}:
-                pytest.fail(f"{setup.status} while loading or opening: {setup.why}", pytrace=False)
-            yield run
-            folder = request.config.getoption("--kvt-report", default="")
-            if folder:
-                write_all(Path(folder), build(run, complete=True))
+            try:
+                if setup.status not in {Status.PASS, Status.NOT_VERIFIED}:
+                    why = f"{setup.status} while loading or opening: {setup.why}"
+                    pytest.fail(why, pytrace=False)
+                yield run
+            finally:
+                folder = request.config.getoption("--kvt-report", default="")
+                if folder:
+                    write_all(Path(folder), build(run, complete=True))
 
     def test_check(self: object, kvt_run: Session, check_id: str) -> None:
         del self

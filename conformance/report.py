@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvtransport_conformance import SUITE_VERSION, evidence, flags
 from kvtransport_conformance.plan import suite_digest
 from kvtransport_conformance.profiles import PROFILES, Graded, ProfileResult, evaluate, overall
+from kvtransport_conformance.registry import all_checks
 from kvtransport_conformance.results import CheckResult
 from kvtransport_conformance.statuses import FAILING, Outcome, Status, Teardown
 
@@ -186,11 +187,15 @@ def _device_profile(report: Mapping[str, Any], kind: str) -> ProfileResult:
     if environment["tier"] not in {"E3", "E4"}:
         reason = f"only a simulated or emulated {kind} device was seen"
         return ProfileResult(Outcome.NOT_VERIFIED, nothing, nothing, reason)
-    graded = {
-        key: Graded(Status(entry["status"]), Teardown(entry["teardown"]), entry["level"])
-        for key, entry in report["checks"].items()
-        if entry["profiles"].get("KVT-DEVICE") == "core" or "KVT-BASE" in entry["profiles"]
-    }
+    graded = {}
+    for key, known in all_checks().items():
+        level = known.profiles.get("KVT-DEVICE") or known.profiles.get("KVT-BASE")
+        entry = report["checks"].get(key)
+        if level and entry:
+            status, teardown = Status(entry["status"]), Teardown(entry["teardown"])
+            graded[key] = Graded(status, teardown, level)
+        elif level:
+            graded[key] = Graded(Status.NOT_RUN, Teardown.UNKNOWN, level)
     return evaluate(PROFILES["KVT-DEVICE"], graded, declared=True)
 
 

@@ -53,14 +53,16 @@ class Waiver:
         """Excuse a failure; turn an unexpected pass into one."""
         if today > self.until:
             return result
-        if result.status is Status.PASS:
+        if not result.failed and result.status is Status.PASS:
             return CheckResult(
                 Status.FAIL,
                 result.teardown,
                 result.seconds,
                 f"passes although waived ({self.url}): remove the waiver",
             )
-        if result.status in FAILING:
-            why = f"{self.url} until {self.until.isoformat()}: {result.why}"
-            return CheckResult(Status.WAIVED, result.teardown, result.seconds, why)
+        if result.failed:
+            why = result.why or f"{result.teardown}: {', '.join(result.residue)}"
+            why = f"{self.url} until {self.until.isoformat()}: {why}"
+            # A known leak is excused like a known failure; ``why`` keeps what it was.
+            return CheckResult(Status.WAIVED, Teardown.UNKNOWN, result.seconds, why)
         return result

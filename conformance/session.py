@@ -107,7 +107,7 @@ class Session:
 
     @property
     def rerun(self) -> str:
-        """The command that repeats this run."""
+        """The command that repeats this run; a file of waivers has to be named again."""
         asked = self.options.asked or self.target
         words = ["kvt", "conformance", "run"]
         ref = asked.get("ref")
@@ -117,13 +117,32 @@ class Session:
             if asked.get(key):
                 words += [flag, json.dumps(asked[key], sort_keys=True)]
         if self.options.asked:
-            return shlex.join([*words, "--netns", "--seed", str(self.plan.seed)])
+            words += ["--netns", *self._settings_words()]
+            return shlex.join([*words, "--seed", str(self.plan.seed)])
         for prefix, flag in (
             (self.options.local_prefix, "--local-prefix"),
             (self.options.peer_prefix, "--peer-prefix"),
         ):
             words += [flag, shlex.join(prefix)] if prefix else []
-        return shlex.join([*words, "--seed", str(self.plan.seed)])
+        return shlex.join([*words, *self._settings_words(), "--seed", str(self.plan.seed)])
+
+    def _settings_words(self) -> list[str]:
+        """Options of ``kvt conformance run`` that are not at their defaults."""
+        options, usual = self.options, Options()
+        settings, words = options.settings, []
+        for flag, value, default in (
+            ("--rounds", settings.rounds, usual.settings.rounds),
+            ("--soak-s", settings.soak_s, usual.settings.soak_s),
+            ("--max-mib", settings.max_bytes >> 20, usual.settings.max_bytes >> 20),
+            ("--budget-s", options.budget_s, usual.budget_s),
+            ("--start-s", options.start_s, usual.start_s),
+            ("--watchdog", options.watchdog_scale, usual.watchdog_scale),
+            ("--peer-python", options.peer_python, usual.peer_python),
+        ):
+            words += [] if value == default else [flag, str(value)]
+        for key, reason in sorted(options.skips.items()):
+            words += ["--skip", f"{key}={reason}"]
+        return words
 
     def __enter__(self) -> Self:
         return self

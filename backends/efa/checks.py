@@ -85,7 +85,7 @@ def check_environment(config: EfaConfig) -> None:
         _refuse(f"{library} cannot be loaded ({why})", _FIXES[library])
     if not config.allow_fallback:
         _check_provider(findings)
-        _check_device_memory(config, findings)
+    _check_device_memory(config, findings)
     here = os.path.realpath(findings.libfabric)
     others = [path for path in loaded_libraries("libfabric") if os.path.realpath(path) != here]
     if others:

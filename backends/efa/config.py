@@ -20,9 +20,9 @@ class EfaConfig(NixlConfig):
         Device memory that is registered besides host memory.  One process has
         one accelerator runtime.
     ``allow_fallback``
-        Let libfabric use another provider (TCP) where there is no EFA, and
-        NIXL register device memory through the host.  Without it both are
-        errors at ``open``.
+        Let libfabric use another provider (TCP) where there is no EFA, which is
+        an error at ``open`` otherwise.  Only EFA reaches device memory, so
+        ``device`` must be ``"none"`` then.
     ``emulated``
         Believe libfabric, not the kernel, about the presence of EFA.  Only for
         the emulation in this project's tests; its results prove nothing about

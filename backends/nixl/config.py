@@ -77,7 +77,9 @@ class UcxConfig(NixlConfig):
         ``"rc,cuda"``.  Empty leaves the choice to UCX and the environment.
     ``net_devices``
         Network devices, comma separated (``UCX_NET_DEVICES``): ``"mlx5_0:1"``,
-        ``"eth0"``, ``"lo"``.  UCX listens on every interface otherwise.
+        ``"eth0"``; ``"all"`` lets UCX listen on every interface.  Empty: what
+        ``UCX_NET_DEVICES`` says, else loopback (``"lo"``) only; with RDMA
+        devices present that is refused, because they would not be used.
     ``error_handling``
         ``"peer"``: a dead peer is noticed on use.  ``"none"``: never noticed;
         some transports are only chosen then.

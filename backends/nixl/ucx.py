@@ -91,7 +91,22 @@ class UcxBackend(NixlBackend):
                 "two copies break each other: start without the package that loads it"
                 " (ucx-py, ucxx, an MPI, HPC-X in LD_PRELOAD)",
             )
+        self._check_devices(config)
         self._check_fast_path(config)
+
+    def _check_devices(self, config: UcxConfig) -> None:
+        found = self.machine.rdma_devices()
+        if found and not self._devices_chosen(config):
+            self.unavailable(
+                "this machine has RDMA devices, and net_devices does not say whether other"
+                " machines may reach this process through them",
+                f"set net_devices to the devices to listen on ({found[0]}:1), to 'all', or to"
+                " 'lo' for peers on this machine only",
+            )
+
+    @staticmethod
+    def _devices_chosen(config: UcxConfig) -> bool:
+        return bool(config.net_devices or os.environ.get("UCX_NET_DEVICES"))
 
     def _check_fast_path(self, config: UcxConfig) -> None:
         explicit = config.transports or os.environ.get("UCX_TLS")
@@ -119,6 +134,9 @@ class UcxBackend(NixlBackend):
     def environment(self, config: UcxConfig) -> Mapping[str, str]:
         chosen = {"UCX_TLS": config.transports, "UCX_NET_DEVICES": config.net_devices}
         variables = {name: value for name, value in chosen.items() if value}
+        if not self._devices_chosen(config):
+            # Left alone, UCX listens on every interface of the machine.
+            variables["UCX_NET_DEVICES"] = "lo"
         if "UCX_LOG_FILE" not in os.environ:
             variables["UCX_LOG_FILE"] = "stderr"  # its warnings go to stdout otherwise
         if self.machine.verbs_without_hardware() and "UCX_MODULES" not in os.environ:

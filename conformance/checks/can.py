@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvtransport.errors import UnsupportedError
 from kvtransport_conformance.checks.quiet import catch_in_flight, ended_state, stays_as_filled
-from kvtransport_conformance.context import Context, Ranges
+from kvtransport_conformance.context import Context, NotVerified, Ranges
 from kvtransport_conformance.registry import check
 
 BOUND_S = 10.0
@@ -18,7 +20,7 @@ def terminal_within_bound(ctx: Context) -> None:
     """A cancelled transfer is terminal within 10 s, and cancelled ones did not all finish."""
     size = ctx.settings.max_bytes
     scene = ctx.scene(size)
-    ends: dict[str, int] = {}
+    ends: Counter[str] = Counter()
     for op in ctx.ops:
         for _ in range(5):
             number = catch_in_flight(scene, op, size)
@@ -27,8 +29,12 @@ def terminal_within_bound(ctx: Context) -> None:
             ctx.a.cancel(number)
             state = ended_state(ctx, number, BOUND_S)
             ctx.expect(state != "quarantined", "a cancelled transfer had to be quarantined")
-            ends[state] = ends.get(state, 0) + 1
+            ends[state] += 1
     ctx.detail.update(ends)
+    if not ends:
+        raise NotVerified("every transfer had ended before it could be cancelled")
+    if ctx.caps["cancel"] == "hard":
+        ctx.expect(ends["cancelled"], f"cancel is declared 'hard' and stopped nothing: {ends}")
 
 
 @check(
@@ -53,6 +59,8 @@ def silence_after_terminal(ctx: Context) -> None:
                 watched += 1
                 break
     ctx.detail["watched"] = watched
+    if not watched:
+        raise NotVerified("no transfer was caught in flight and ended early")
 
 
 @check("CAN-03", level="core", profiles=["KVT-FAULT"], needs=["op"])

@@ -278,7 +278,7 @@ def _expect_fifo(original: Any) -> Any:
     return complete
 
 
-@saboteur("CMP-10", "ORD-05")
+@saboteur("ORD-05", perhaps=["CMP-10"])
 class ExpectsFifo(BrokenCore):
     """Ignores parts of a transfer that end out of order."""
 

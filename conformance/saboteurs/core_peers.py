@@ -106,7 +106,7 @@ class NewPeerEveryTime(BrokenCore):
     patches = patches(add=("kvtransport.peers:PeerTable.add", _always_new))
 
 
-@saboteur("MD-08", "TD-08")
+@saboteur("MD-08", perhaps=["TD-08"])
 class RemovesNobody(BrokenCore):
     """Goes on working with a removed peer."""
 

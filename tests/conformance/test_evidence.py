@@ -6,7 +6,8 @@ import pytest
 
 from kvtransport_conformance.evidence import judge
 
-HOST = {"boot_id": "b1", "host": "h1", "net_namespace": "n1", "preload": "", "nics": []}
+HOST = {"boot_id": "b1", "host": "h1", "net_namespace": "n1", "preload": "", "nics": [],
+        "modules": ["nvidia"]}  # fmt: skip
 FACTS = {
     "process": HOST,
     "peer_process": HOST,
@@ -36,6 +37,16 @@ CUDA = [{"kind": "cuda", "name": "H100", "driver": "570"}]
         (facts(), 100, {}, "E2", "host memory only"),
         (facts(peer_process={"net_namespace": "n2"}), 100, {}, "E2", "two network namespaces"),
         (facts(memory=CUDA), 100, {}, "E3", "cuda device H100, driver 570"),
+        (facts(memory=CUDA, process={"modules": []}), 100, {}, "E1", "no driver"),
+        (
+            facts(memory=[{"kind": "npu", "driver": "1", "module": "npu0"}]),
+            1,
+            {},
+            "E1",
+            "no driver",
+        ),
+        (facts(memory=[{"kind": "npu", "driver": "1", "module": "nvidia"}]), 1, {}, "E3", "npu"),
+        (facts(memory=[{"kind": "host", "driver": "570"}]), 1, {}, "E2", "host memory only"),
         (facts(memory=CUDA, peer_process={"boot_id": "b2", "host": "h2"}), 1, {}, "E4", "h2"),
         (facts(memory=[{"kind": "neuron", "name": "simulated-neuron"}]), 1, {}, "E1", "simulated"),
         (facts(memory=CUDA, process={"preload": "/x/fake.so"}), 1, {}, "E1", "LD_PRELOAD"),

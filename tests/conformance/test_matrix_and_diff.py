@@ -12,15 +12,15 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def stored(host_report, tmp_path):
-    """Write variants of a real report and return the table they give."""
+def stored(host_report):
+    """The table that variants of a real report give."""
 
     def table(*edits):
-        for number, edit in enumerate(edits):
-            report = {**host_report}
-            edit(report)
-            write(tmp_path / f"{number}.json", report)
-        return matrix.render(matrix.find_reports([tmp_path]))
+        reports = []
+        for edit in edits:
+            reports.append({**host_report})
+            edit(reports[-1])
+        return matrix.table(reports)
 
     return table
 
@@ -83,6 +83,19 @@ def test_unfinished_and_old_reports_are_left_out(stored):
     assert "| `host`" not in stored(unfinished, old)
 
 
+def test_an_edited_report_stays_out_of_the_table(host_report, tmp_path):
+    report = {**host_report}
+    _success(report)
+    write(tmp_path / "edited.json", report)
+    with pytest.raises(ConfigError, match=r"edited\.json cannot be in the table"):
+        matrix.render([tmp_path / "edited.json"])
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no report"):
+        matrix.render([tmp_path / "none.json"])
+    write(tmp_path / "sound.json", host_report)
+    assert "| `host`" in matrix.render([tmp_path / "sound.json"])
+
+
 def test_replacing_is_exact_and_idempotent():
     text = f"# Title\n\n{matrix.BEGIN}\nold\n{matrix.END}\n\nrest\n"
     new = matrix.replace_in(text, "| table |\n")
@@ -106,10 +119,12 @@ def test_diff_tells_regressions_from_new_meanings(host_report):
     after["checks"]["REG-01"]["status"] = "FAIL"
     after["checks"]["REG-02"].update(status="FAIL", revision=2)
     after["checks"]["MD-01"]["teardown"] = "LEAK"
+    after["checks"]["MD-02"]["status"] = "NOT_RUN"
     del after["checks"]["DSC-01"]
     found = {change.check: change.verdict for change in diff.compare(host_report, after)}
     assert found == {
-        "REG-01": "regressed", "REG-02": "revision changed", "MD-01": "regressed", "DSC-01": "gone",
+        "REG-01": "regressed", "REG-02": "revision changed", "MD-01": "regressed",
+        "DSC-01": "regressed", "MD-02": "regressed",
     }  # fmt: skip
     back = {change.check: change.verdict for change in diff.compare(after, host_report)}
     assert back["REG-01"] == "fixed"

@@ -71,6 +71,12 @@ def test_declared_absent_is_refused():
     assert found.result is Outcome.REFUSED
 
 
+@pytest.mark.parametrize("status", ["NOT_RUN", "SKIPPED", "WAIVED"])
+def test_what_nobody_tried_was_not_refused(status):
+    found = evaluate(READ, graded(core("NOT_SUPPORTED"), core(status)), declared=False)
+    assert found.result is Outcome.PARTIAL
+
+
 @pytest.mark.parametrize(
     ("words", "expected", "code"),
     [

@@ -57,10 +57,29 @@ def test_a_gpu_with_rdma_and_a_machine_without_either_are_fine(tmp_path, monkeyp
     (tmp_path / "gpu").mkdir()
     (tmp_path / "plain").mkdir()
     gpu = make_machine(tmp_path / "gpu", "nvidia0", rdma={"mlx5_0": MELLANOX})
-    on(CudaBackend, gpu).check(CudaConfig())
+    on(CudaBackend, gpu).check(CudaConfig(net_devices="mlx5_0:1"))
     plain = on(CudaBackend, make_machine(tmp_path / "plain"))
     plain.check(CudaConfig())
     assert "host memory only" in plain.probe(CudaConfig()).details["note"]
+
+
+def test_rdma_devices_are_neither_ignored_nor_opened_unasked(tmp_path, monkeypatch):
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    backend = on(CudaBackend, make_machine(tmp_path, "nvidia0", rdma={"mlx5_0": MELLANOX}))
+    with pytest.raises(BackendUnavailableError, match=r"net_devices.*mlx5_0:1"):
+        backend.check(CudaConfig())
+    for chosen in ("mlx5_0:1", "all", "lo"):
+        backend.check(CudaConfig(net_devices=chosen))
+        assert backend.environment(CudaConfig(net_devices=chosen))["UCX_NET_DEVICES"] == chosen
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    backend.check(CudaConfig())
+    assert "UCX_NET_DEVICES" not in backend.environment(CudaConfig())
+
+
+def test_ucx_listens_on_loopback_only_unless_told_otherwise(tmp_path, monkeypatch):
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    backend = on(CudaBackend, make_machine(tmp_path))
+    assert backend.environment(CudaConfig())["UCX_NET_DEVICES"] == "lo"
 
 
 def test_rocm_names_what_its_ipc_needs(tmp_path, monkeypatch):
@@ -156,7 +175,9 @@ def test_efa_accepts_a_good_environment_and_a_permitted_fallback(monkeypatch):
     checks.check_environment(EfaConfig())
     slow = Findings(missing={}, providers=["tcp"], device_memory=[], libfabric="/x/lib")
     monkeypatch.setattr(checks, "examine", lambda _config: slow)
-    checks.check_environment(EfaConfig(allow_fallback=True))
+    checks.check_environment(EfaConfig(allow_fallback=True, device="none"))
+    with pytest.raises(BackendUnavailableError, match="cannot register neuron memory"):
+        checks.check_environment(EfaConfig(allow_fallback=True))
 
 
 def test_the_preflight_runs_and_names_what_is_missing():

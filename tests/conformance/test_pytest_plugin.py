@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -65,3 +66,25 @@ def test_the_packaged_suite_runs_a_named_backend(tmp_path):
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "2 passed" in found.stdout
+
+
+def test_a_backend_that_dies_at_open_leaves_a_report_too(tmp_path):
+    (tmp_path / "dying.py").write_text(
+        "import os\n"
+        "from kvtransport_conformance.saboteurs.base import BrokenBackend\n"
+        "class Dies(BrokenBackend):\n"
+        "    def open(self, *_):\n"
+        "        os.abort()\n"
+    )
+    (tmp_path / "test_dying.py").write_text(
+        "from kvtransport_conformance import Target\n"
+        "from kvtransport_conformance.pytest_plugin import conformance_suite\n"
+        "TestConformance = conformance_suite(Target(backend='dying:Dies'), checks=['REG-02'])\n"
+    )
+    report = tmp_path / "out"
+    found = run_pytest(tmp_path, "--kvt-report", str(report))
+    assert found.returncode == 1
+    assert "CRASH while loading or opening" in found.stdout
+    made = json.loads((report / "report.json").read_text())
+    assert made["complete"]
+    assert made["setup"]["status"] == "CRASH"

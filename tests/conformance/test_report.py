@@ -6,11 +6,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvtransport_conformance import verify
+from kvtransport_conformance.registry import all_checks
 from kvtransport_conformance.render import write_all
 from kvtransport_conformance.render.html import to_html
 from kvtransport_conformance.render.junit import to_junit
 from kvtransport_conformance.render.markdown import to_markdown
-from kvtransport_conformance.report import content_digest, dumps, load
+from kvtransport_conformance.report import content_digest, dumps, load, profiles_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,6 +114,28 @@ def test_a_green_check_alone_does_not_make_a_profile(host_report):
     assert verify.problems(reseal(host_report)) != [] or (
         host_report["profiles"]["KVT-SECURE"]["result"] != "success"
     )
+
+
+def test_a_device_profile_needs_every_check_of_the_device(host_report):
+    host_report["environment"].update(tier="E3", devices=[{"kind": "cuda", "driver": "570"}])
+    host_report["capabilities"]["memory"]["declared"] = [["cuda", "cuda"]]
+    for key, known in all_checks().items():
+        if "KVT-BASE" in known.profiles:
+            host_report["checks"][key] = {
+                "status": "PASS", "teardown": "CLEAN", "level": known.level,
+                "profiles": dict(known.profiles), "revision": 1, "seconds": 0.1,
+            }  # fmt: skip
+    found = profiles_of(host_report)["KVT-DEVICE[cuda]"]
+    assert found["result"] == "partial", found
+    host_report["checks"]["DEV-01"] = host_report["checks"]["WR-05"] = {
+        "status": "PASS", "teardown": "CLEAN", "level": "extended", "profiles": {},
+    }  # fmt: skip
+    for key, known in all_checks().items():
+        if known.profiles.get("KVT-DEVICE") == "core":
+            host_report["checks"][key] = host_report["checks"]["DEV-01"]
+    assert profiles_of(host_report)["KVT-DEVICE[cuda]"]["result"] == "success"
+    host_report["checks"]["DEV-01"] = {**host_report["checks"]["DEV-01"], "status": "NOT_VERIFIED"}
+    assert profiles_of(host_report)["KVT-DEVICE[cuda]"]["result"] == "partial"
 
 
 def test_an_unfinished_run_is_rejected(host_report):

@@ -119,12 +119,12 @@ def test_diff_tells_regressions_from_new_meanings(host_report):
     after["checks"]["REG-01"]["status"] = "FAIL"
     after["checks"]["REG-02"].update(status="FAIL", revision=2)
     after["checks"]["MD-01"]["teardown"] = "LEAK"
-    after["checks"]["MD-02"]["status"] = "NOT_RUN"
+    after["checks"]["RD-02"]["status"] = "NOT_RUN"
     del after["checks"]["DSC-01"]
     found = {change.check: change.verdict for change in diff.compare(host_report, after)}
     assert found == {
         "REG-01": "regressed", "REG-02": "revision changed", "MD-01": "regressed",
-        "DSC-01": "regressed", "MD-02": "regressed",
+        "DSC-01": "regressed", "RD-02": "regressed",
     }  # fmt: skip
     back = {change.check: change.verdict for change in diff.compare(after, host_report)}
     assert back["REG-01"] == "fixed"

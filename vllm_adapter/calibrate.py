@@ -3,18 +3,21 @@
 For each length the decode engine first gets a prompt of its own and retains it;
 then the prefill engine gets the same prompt, which it can only know by pulling,
 and another prompt of that length with reuse switched off, which it has to
-compute.  Rates are fitted to every second sample and checked against the others,
-so the printed error is of a prediction, not of a fit.  Traffic of others at the
-same time is part of what is measured.
+compute.  The prefill engine's answer goes to the decode engine as a router would
+bring it, so nothing stays behind on either.  Rates are fitted to every second
+sample and checked against the others, so the printed error is of a prediction,
+not of a fit.  Traffic of others at the same time is part of what is measured.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -33,23 +36,44 @@ from kvtransport.policy.rates import ComputeRates, PullRates, break_even_tokens
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+Observation = tuple[tuple[float, float, float], float]
+"""Three quantities, and the seconds that they took."""
+
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One pull: the whole answer of the prefill engine and, within it, the transfer."""
+
+    leg_s: float
+    pull_s: float
+    descriptors: int
+    nbytes: int
 
 
 @dataclass(slots=True)
 class Point:
-    """Samples of one prompt length, in seconds, and the size of its pulls."""
+    """Samples of one prompt length; ``not_pulled`` counts by outcome."""
 
     tokens: int
     compute_s: list[float] = field(default_factory=list)
-    leg_s: list[float] = field(default_factory=list)
-    pull_s: list[float] = field(default_factory=list)
-    nbytes: int = 0
-    descriptors: list[int] = field(default_factory=list)
+    pulls: list[Pull] = field(default_factory=list)
+    not_pulled: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is a pull to fit to and another one to check the fit with."""
+        return len(self.pulls) >= 2
+
+    @property
+    def measured_s(self) -> float:
+        """Median of the pulls that the fit has not seen."""
+        return statistics.median(pull.pull_s for pull in self.pulls[1::2])
 
 
 class EngineClient:
-    """The completions endpoint of one engine."""
+    """The completions endpoint of one engine; ``KVTransportError`` when it fails."""
 
     def __init__(self, url: str, option: str, timeout_s: float) -> None:
         parts = urlsplit(url)
@@ -57,12 +81,24 @@ class EngineClient:
             raise ConfigError(f"{option}={url!r} must be of the form http://host:port")
         self._address = (parts.hostname, parts.port or 80)
         self._timeout_s = timeout_s
-        self._model = self._call("GET", "/v1/models", None)["data"][0]["id"]
+        try:
+            served = self._call("GET", "/v1/models", None)["data"][0]
+            self._model = served["id"]
+            self.longest_prompt = int(served["max_model_len"]) - 2
+        except (LookupError, TypeError, ValueError) as error:
+            raise KVTransportError(f"{option}={url!r} lists no model of vLLM's") from error
 
     def complete(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
         """One greedy token after ``prompt``."""
         body = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
         return self._call("POST", "/v1/completions", body | fields)
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The prefill leg of a turn: what the decode engine has to be told."""
+        params = self.complete(prompt, kv_transfer_params=_PREFILL).get("kv_transfer_params")
+        if not isinstance(params, dict) or "kvt_turn" not in params:
+            raise KVTransportError("the prefill engine does not run KVTransportConnector")
+        return params
 
     def _call(self, method: str, path: str, body: object) -> dict[str, Any]:
         host, port = self._address
@@ -72,13 +108,16 @@ class EngineClient:
             connection.request(method, path, data, {"Content-Type": "application/json"})
             response = connection.getresponse()
             text = response.read().decode(errors="replace")
-        except OSError as error:
-            raise KVTransportError(f"http://{host}:{port}{path}: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise KVTransportError(f"http://{host}:{port}{path}: {error!r}") from error
         finally:
             connection.close()
         if response.status != http.client.OK:
             raise KVTransportError(f"http://{host}:{port}{path}: {response.status}: {text[:300]}")
-        answer: dict[str, Any] = json.loads(text)
+        try:
+            answer: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise KVTransportError(f"http://{host}:{port}{path}: no JSON: {text[:300]}") from error
         return answer
 
 
@@ -87,18 +126,24 @@ def measure(prefill: EngineClient, decode: EngineClient, point: Point, rng: rand
     prompt = [rng.randrange(10, 250) for _ in range(point.tokens)]
     decode.complete(prompt)
     began = time.perf_counter()
-    account = prefill.complete(prompt, kv_transfer_params=_PREFILL)["kv_transfer_params"]
+    handoff = prefill.prefill(prompt)
     leg_s = time.perf_counter() - began
-    turn = account["kvt_turn"]
+    # Or the prefill engine would keep the prompt until handoff_ttl_s is over.
+    decode.complete(prompt, kv_transfer_params=handoff)
+    turn = handoff["kvt_turn"]
     if turn["outcome"] == "pulled":
-        point.leg_s.append(leg_s)
-        point.pull_s.append(turn["pull_s"])
-        point.descriptors.append(turn["descriptors"])
-        point.nbytes = turn["bytes"]
+        point.pulls.append(Pull(leg_s, turn["pull_s"], turn["descriptors"], turn["bytes"]))
+    else:
+        point.not_pulled[turn["outcome"]] += 1
     fresh = [rng.randrange(10, 250) for _ in range(point.tokens)]
     began = time.perf_counter()
-    prefill.complete(fresh, kv_transfer_params=_PREFILL | {"kvt_reuse": False})
+    prefill.complete(fresh, kv_transfer_params={"kvt_reuse": False})
     point.compute_s.append(time.perf_counter() - began)
+
+
+def lengths(longest: int) -> list[int]:
+    """The prompt lengths to measure, none above ``longest``."""
+    return sorted({min(length, longest) for length in LENGTHS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +157,31 @@ class Calibration:
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Calibration:
-        """Fit to every second sample; ``KVTransportError`` when nothing was pulled."""
-        pulls = [
-            ((1.0, float(descriptors), float(p.nbytes)), seconds)
-            for p in points
-            for descriptors, seconds in zip(p.descriptors[::2], p.pull_s[::2], strict=True)
-        ]
-        if not pulls:
+        """Fit to every second sample of the lengths that were pulled twice or more.
+
+        To the medians of each length: on a busy machine single samples are far
+        apart, and what matters is the usual time.  ``KVTransportError`` when
+        nothing was pulled twice.
+        """
+        usable = [p for p in points if p.enough]
+        if not usable:
+            reasons = "; ".join(f"{p.tokens} tokens: {why_not(p)}" for p in points)
             raise KVTransportError(
-                "the prefill engine pulled nothing: is the decode engine among its peers, does it"
-                " retain (bidirectional_kv_xfer), and is its recompute policy not never_pull?"
+                "the prefill engine pulled too little: is the decode engine among its peers, does"
+                " it retain (bidirectional_kv_xfer), and is its recompute policy not never_pull?"
+                f" {reasons}"
             )
-        fixed, descriptor, byte = fit(*_table(pulls))
-        steps = [
-            ((1.0, float(p.tokens), p.tokens**2 / 2), seconds)
-            for p in points
-            for seconds in p.compute_s[::2]
-        ]
-        step, token, pair = fit(*_table(steps))
-        largest = max((p for p in points if p.pull_s), key=lambda p: p.tokens)
+        fixed, descriptor, byte = fit(*_table([_median_pull(p.pulls[::2]) for p in usable]))
+        step, token, pair = fit(
+            *_table(
+                [
+                    ((1.0, float(p.tokens), p.tokens**2 / 2), statistics.median(p.compute_s[::2]))
+                    for p in points
+                    if p.compute_s
+                ]
+            )
+        )
+        largest = max(usable, key=lambda p: p.tokens)
         return cls(
             PullRates(fixed_s=float(fixed), descriptor_s=float(descriptor), byte_s=float(byte)),
             ComputeRates(
@@ -139,14 +190,14 @@ class Calibration:
                 pair_s=float(pair),
                 chunk_tokens=max(p.tokens for p in points),
             ),
-            largest.nbytes / largest.tokens,
-            statistics.median(largest.descriptors) / largest.tokens,
+            statistics.median(pull.nbytes for pull in largest.pulls) / largest.tokens,
+            statistics.median(pull.descriptors for pull in largest.pulls) / largest.tokens,
         )
 
     def predict(self, point: Point) -> float:
-        """Seconds of a pull of this length."""
-        descriptors = statistics.median(point.descriptors)
-        return self.pull.seconds(nbytes=point.nbytes, descriptors=descriptors)
+        """Seconds of a pull of this length with its usual bytes and descriptors."""
+        (_, descriptors, nbytes), _ = _median_pull(point.pulls)
+        return self.pull.seconds(nbytes=nbytes, descriptors=descriptors)
 
     @property
     def break_even(self) -> int | None:
@@ -171,9 +222,60 @@ class Calibration:
         }
         return {name: float(f"{value:.4g}") for name, value in values.items()}
 
+    def row(self, point: Point) -> dict[str, Any]:
+        """Medians of one length that was pulled often enough, and the prediction."""
+        measured, predicted = point.measured_s, self.predict(point)
+        return {
+            "tokens": point.tokens,
+            "pulls": len(point.pulls),
+            "not_pulled": dict(point.not_pulled),
+            "compute_s": statistics.median(point.compute_s),
+            "leg_s": statistics.median(pull.leg_s for pull in point.pulls),
+            "measured_s": measured,
+            "predicted_s": predicted,
+            "ratio": predicted / measured,
+            "descriptors": statistics.median(pull.descriptors for pull in point.pulls),
+            "bytes": statistics.median(pull.nbytes for pull in point.pulls),
+        }
 
-def _table(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[Any, Any]:
-    return np.array([q for q, _ in rows]), np.array([s for _, s in rows])
+    def report(self, points: Sequence[Point]) -> dict[str, Any]:
+        """Everything that was found, as plain values."""
+        rows = [self.row(point) for point in points if point.enough]
+        return {
+            "break_even_tokens": self.break_even,
+            "worst_ratio": max((row["ratio"] for row in rows), key=_distance),
+            "token_nbytes": self.token_nbytes,
+            "descriptors_per_token": self.descriptors_per_token,
+            "recompute_config": self.config(),
+            "points": rows,
+            "skipped": [
+                {"tokens": p.tokens, "pulls": len(p.pulls), "not_pulled": dict(p.not_pulled)}
+                for p in points
+                if not p.enough
+            ],
+        }
+
+
+def why_not(point: Point) -> str:
+    """How many samples of this length were not pulled, in words."""
+    reasons = ", ".join(f"{outcome} {count}" for outcome, count in point.not_pulled.items())
+    return f"{point.not_pulled.total()} not pulled ({reasons or 'not tried'})"
+
+
+def _distance(ratio: float) -> float:
+    """From 1, where half is as far off as double."""
+    return abs(math.log(max(ratio, 1e-9)))
+
+
+def _median_pull(pulls: Sequence[Pull]) -> Observation:
+    descriptors = statistics.median(pull.descriptors for pull in pulls)
+    nbytes = statistics.median(pull.nbytes for pull in pulls)
+    seconds = statistics.median(pull.pull_s for pull in pulls)
+    return (1.0, float(descriptors), float(nbytes)), seconds
+
+
+def _table(rows: Sequence[Observation]) -> tuple[Any, Any]:
+    return np.array([quantities for quantities, _ in rows]), np.array([s for _, s in rows])
 
 
 @app.command()
@@ -181,7 +283,7 @@ def calibrate(
     *,
     prefill: Annotated[str, typer.Option(help="The prefill engine, http://host:port.")],
     decode: Annotated[str, typer.Option(help="The decode engine, http://host:port.")],
-    rounds: Annotated[int, typer.Option(min=2, help="Samples per length.")] = 6,
+    rounds: Annotated[int, typer.Option(min=2, help="Samples per length.")] = 10,
     longest: Annotated[int, typer.Option(min=128, help="Longest prompt in tokens.")] = 4096,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per request.")] = 120.0,
     seed: Annotated[int, typer.Option(help="Prompts are random numbers of this seed.")] = 0,
@@ -195,7 +297,8 @@ def calibrate(
     )
     # Another seed per run, or P's prefix cache would know the prompts of the last one.
     rng = random.Random(f"{seed}:{time.time_ns()}")  # noqa: S311  # prompts are no secret
-    points = [Point(tokens) for tokens in LENGTHS if tokens <= longest]
+    most = min(longest, *(engine.longest_prompt for engine in engines))
+    points = [Point(tokens) for tokens in lengths(most)]
     for point in points:
         measure(*engines, Point(point.tokens), rng)  # first contact and warm-up don't count
     with Progress(console=console) as progress:
@@ -206,32 +309,35 @@ def calibrate(
                 progress.advance(task)
     found = Calibration.of(points)
     if as_json:
-        result = {"break_even_tokens": found.break_even, "recompute_config": found.config()}
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(json.dumps(found.report(points), indent=2))
     else:
         _show(found, points, console)
 
 
 def _show(found: Calibration, points: Sequence[Point], console: Console) -> None:
+    report = found.report(points)
     table = Table(title="medians, milliseconds")
-    for column in ("tokens", "compute", "P leg with pull", "pull", "predicted", "predicted/pull"):
-        table.add_column(column, justify="right")
-    for p in (p for p in points if p.pull_s):
-        # The samples that the fit has not seen.
-        seen, predicted = statistics.median(p.pull_s[1::2]), found.predict(p)
-        values = (statistics.median(p.compute_s), statistics.median(p.leg_s), seen, predicted)
-        cells = [f"{1e3 * value:.2f}" for value in values]
-        table.add_row(str(p.tokens), *cells, f"{predicted / seen:.2f}")
+    for column in ("tokens", "compute", "P leg", "pull", "predicted", "predicted/pull"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report["points"]:
+        names = ("compute_s", "leg_s", "measured_s", "predicted_s")
+        times = [f"{1e3 * row[name]:.2f}" for name in names]
+        table.add_row(str(row["tokens"]), *times, f"{row['ratio']:.2f}")
     console.print(table)
+    for point in (p for p in points if p.not_pulled):
+        left_out = "" if point.enough else "; left out"
+        console.print(f"{point.tokens} tokens: {why_not(point)}{left_out}")
     speed = f"{1e-9 / found.pull.byte_s:.2f} GB/s" if found.pull.byte_s else "no limit seen"
     console.print(
         f"pull: {1e3 * found.pull.fixed_s:.2f} ms + {1e6 * found.pull.descriptor_s:.2f} us per"
-        f" descriptor + bytes at {speed}; {found.token_nbytes / 1024:.1f} KiB per token"
+        f" descriptor + bytes at {speed}; {found.token_nbytes / 1024:.1f} KiB and"
+        f" {found.descriptors_per_token:.3g} descriptors per token"
     )
     console.print(
         f"compute: {1e3 * found.compute.step_s:.2f} ms + {1e6 * found.compute.token_s:.2f} us per"
         f" token + {1e9 * found.compute.pair_s:.3f} ns per pair of tokens"
     )
+    console.print(f"predicted / measured pull, furthest from 1: {report['worst_ratio']:.2f}")
     even = found.break_even
     answer = "never, within a million tokens" if even is None else f"{even} tokens"
     console.print(f"[bold]break-even: {answer}[/bold] beyond the local hit, on an idle engine")

@@ -75,7 +75,7 @@ def plain(reference, salt):
 
 
 def pulled(engine, direction) -> float:
-    return engine.metric("kvtransport_outcomes_total", direction=direction, outcome="pulled")
+    return engine.counter("kvtransport_outcomes_total", direction=direction, outcome="pulled")
 
 
 def settled(engine, direction, expected) -> float:

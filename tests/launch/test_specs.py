@@ -69,6 +69,28 @@ def test_fields_of_one_side_replace_common_ones(tmp_path):
     assert not any("--kv-transfer-config" in command for command in commands)
 
 
+def test_connector_options_of_one_side_replace_common_ones(tmp_path):
+    pair = EnginePair(
+        PairSpec(
+            model=Path("/model"),
+            logs=tmp_path,
+            options={"recompute": "threshold", "retention": "ttl"},
+            prefill_options={"recompute": "never_pull"},
+            decode_options={"kv_recompute_threshold": 7},
+        )
+    )
+    prefill, decode = (
+        json.loads(option(engine.spec.command(), "--kv-transfer-config"))[
+            "kv_connector_extra_config"
+        ]
+        for engine in pair.engines
+    )
+    assert (prefill["recompute"], decode["recompute"]) == ("never_pull", "threshold")
+    assert (prefill["retention"], decode["retention"]) == ("ttl", "ttl")
+    assert "kv_recompute_threshold" not in prefill
+    assert decode["kv_recompute_threshold"] == 7
+
+
 def test_a_failed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path):
     def fail(folder):
         (folder / "half").write_text("x")

@@ -163,7 +163,10 @@ class Engine(Service):
         return values
 
     def counter(self, name: str, **labels: str) -> float:
-        """Sum of one metric over the series that have these labels; 0 when there is none."""
+        """Sum of one metric over the series that have these labels; 0 when there is none.
+
+        Raises ``OSError`` when the engine does not answer.
+        """
         text = request(self.port, "GET", "/metrics", timeout_s=10).decode()
         return sum(
             sample.value
@@ -185,16 +188,6 @@ class Engine(Service):
                 msg = f"{self.name}: {name}{labels} is {now:g}, not {value:g}"
                 raise TimeoutError(msg)
             time.sleep(0.05)
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Current value of one metric, summed over the labels that are not given."""
-        text = request(self.port, "GET", "/metrics", timeout_s=10).decode()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
 
     def _fields(self, max_tokens: int, **prompt: object) -> dict[str, Any]:
         return {

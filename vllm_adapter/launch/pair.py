@@ -25,7 +25,8 @@ class PairSpec:
     ``prefill`` and ``decode`` add to it or replace it for one of them.
     ``connector`` False starts two plain engines.  ``backend_config`` and
     ``options`` go into the connector's configuration, the latter at its top
-    level.  Ports that are not given are chosen freely.
+    level; ``prefill_options`` and ``decode_options`` add to ``options`` or
+    replace them for one engine.  Ports that are not given are chosen freely.
     """
 
     model: Path
@@ -33,6 +34,8 @@ class PairSpec:
     backend: str = "host"
     backend_config: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    prefill_options: Mapping[str, Any] = field(default_factory=dict)
+    decode_options: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +83,7 @@ class EnginePair:
             port=spec.prefill_port or control[2],
             control=(control[0], control[1]),
             cores=cores[0],
+            options={**spec.options, **spec.prefill_options},
             extra=spec.prefill,
         )
         self.decode = self._engine(
@@ -87,6 +91,7 @@ class EnginePair:
             port=spec.decode_port or control[3],
             control=(control[1], control[0]),
             cores=cores[1],
+            options={**spec.options, **spec.decode_options},
             extra=spec.decode,
         )
 
@@ -97,6 +102,7 @@ class EnginePair:
         port: int,
         control: tuple[int, int],
         cores: Sequence[int],
+        options: Mapping[str, Any],
         extra: Mapping[str, Any],
     ) -> Engine:
         listen, peer = control
@@ -106,7 +112,7 @@ class EnginePair:
             peers={other: peer},
             backend=self.spec.backend,
             backend_config=self.spec.backend_config,
-            options=self.spec.options,
+            options=options,
         )
         fields: dict[str, Any] = {
             "name": role,

@@ -143,9 +143,10 @@ class RetainByValue(RetentionPolicy):
         self.returns.lapsed(holding.turns, age_s)
 
     def describe(self) -> dict[str, Any]:
+        most = heapq.nlargest(16, list(self._pools.items()), key=lambda item: item[1].load)
         shares = {
             key or "(all)": {"blocks": pool.blocks, "share": round(pool.weight, 4)}
-            for key, pool in sorted(self._pools.items(), key=lambda item: -item[1].load)[:16]
+            for key, pool in most
         }
         returns = self.returns.describe(self.options.decoder_kv_blocks_ttl)
         return {"policy": "budgeted", "returns": returns, "tenants": shares}

@@ -61,9 +61,10 @@ class CostOptions(ThresholdOptions):
     The thresholds decide while nothing is known.  A pull must be done within
     ``margin`` times the time of computing; on a decode engine, where computing
     delays everybody's next token, within ``handoff_margin`` times.  ``min_transfers`` and
-    ``min_steps`` are needed before a fit counts.  A peer from which nothing was
-    pulled for ``explore_after_s`` gets one pull that does not cost much, because
-    otherwise a bad estimate would never be corrected (0: never).
+    ``min_steps`` are needed before a fit counts.  A peer that nothing is known of,
+    or from which nothing was pulled for ``explore_after_s``, gets one pull that
+    does not cost much, because otherwise a bad estimate would never be corrected
+    (0: never).
 
     ``state_file`` keeps what was learned; ``state_identity`` says of which
     engine, so that another model does not start with it.
@@ -115,12 +116,12 @@ class CostOptions(ThresholdOptions):
 class _Pulls:
     """Transfers from one peer, or from all, and the rates fitted to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_s: float = -math.inf) -> None:
         self.samples = Samples()
         self.first_contacts = 0
         self.first_contact_s = math.nan
         self.rates: PullRates | None = None
-        self.last_s = -math.inf
+        self.last_s = last_s
         self.explore_until_s = -math.inf
         self.error = math.nan
         self._fitted_s = -math.inf
@@ -144,7 +145,7 @@ class _Pulls:
             off = abs(math.log(max(predicted, 1e-9) / sample.seconds))
             self.error = off if math.isnan(self.error) else self.error + (off - self.error) / 16
         self.samples.add(sample)
-        self.last_s, self.explore_until_s = now, now
+        self.last_s = now
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -186,6 +187,8 @@ class CostModel(RecomputePolicy):
         self._token_descriptors = 0.0
         self._given_pull = self.options.pull_rates()
         self._given_compute = self.options.compute_rates()
+        # With rates from the configuration no peer is unknown.
+        self._known_since_s = clock() if self._given_pull.usable else -math.inf
         self._file = CalibrationFile(self.options.state_file, self.options.state_identity)
         self._saved_s = clock()
         self._restore()
@@ -228,9 +231,15 @@ class CostModel(RecomputePolicy):
         engine = _engine_of(peer)
         known = self._peers.get(engine) or self._peer(engine)
         if now - known.last_s >= after_s:
-            # One chance for a while: the scheduler asks again until it has memory.
+            # One pull for a while: the scheduler asks again until it has memory,
+            # and ``pull_started`` ends the chance.
             known.last_s, known.explore_until_s = now, now + _EXPLORE_S
         return now < known.explore_until_s
+
+    def pull_started(self, *, peer: str) -> None:
+        known = self._peers.get(_engine_of(peer))
+        if known is not None:
+            known.explore_until_s = -math.inf
 
     def _pull_rates(self, peer: str, now: float) -> PullRates | None:
         least = self.options.min_transfers
@@ -308,26 +317,36 @@ class CostModel(RecomputePolicy):
         context_tokens: int,
         seconds: float,
         attention_pairs: float | None = None,
-    ) -> None:
+    ) -> float | None:
         pairs = attention_pairs
         if pairs is None:
             pairs = tokens * (max(0, context_tokens) + tokens / 2)
         if not usable(tokens, pairs, seconds):
             self.rejected += 1
-            return
+            return None
         now = self._clock()
-        if self._compute is not None:
-            rates = self._compute
-            expected = rates.step_s + rates.token_s * tokens + rates.pair_s * pairs
-            ratio = min(4.0, max(0.25, seconds / max(expected, 1e-9)))
-            self._slowness = self._load(now) * (1 - 1 / _LOAD_STEPS) + ratio / _LOAD_STEPS
+        predicted = self._step_seconds(tokens, pairs, seconds, now)
         self._last_step_s = now
         self._chunk_tokens = max(self._chunk_tokens, tokens)
         self._steps.add(Sample(float(tokens), pairs, seconds))
         self._save_when_due(now)
+        return None if predicted is None else predicted / seconds
+
+    def _step_seconds(self, tokens: int, pairs: float, took_s: float, now: float) -> float | None:
+        """What the step was expected to take; what it took moves the slowness."""
+        fitted = self._compute
+        rates = fitted or (self._given_compute if self._given_compute.usable else None)
+        if rates is None:
+            return None
+        slowness = self._load(now)
+        expected = rates.step_s + rates.token_s * tokens + rates.pair_s * pairs
+        if fitted is not None:
+            ratio = min(4.0, max(0.25, took_s / max(expected, 1e-9)))
+            self._slowness = slowness * (1 - 1 / _LOAD_STEPS) + ratio / _LOAD_STEPS
+        return slowness * expected
 
     def _peer(self, engine: str) -> _Pulls:
-        known = self._peers.pop(engine, None) or _Pulls()
+        known = self._peers.pop(engine, None) or _Pulls(self._known_since_s)
         self._peers[engine] = known
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)
@@ -341,8 +360,11 @@ class CostModel(RecomputePolicy):
             return
         self._steps.load(state.steps)
         self._chunk_tokens = max(1, min(state.chunk_tokens, 2**24))
+        now = self._clock()
         for engine, rows in list(state.transfers.items())[-MAX_PEERS:]:
             pulls = self._peer(engine[:256])
+            # It was known before the restart: nothing to find out for a while.
+            pulls.last_s = now
             pulls.samples.load(rows)
             self._all.samples.load(rows)
 

@@ -34,7 +34,8 @@ class PullQuestion:
 
     ``tokens_beyond_local`` would be pulled, on top of ``local_tokens`` that
     this engine's own prefix cache has.  ``descriptors`` and ``nbytes`` describe
-    the transfer, 0 when unknown.  ``peer`` names the engine; what follows its
+    the transfer, 0 when unknown.  ``peer`` names the engine by its place (a
+    configured name or an address), which outlives restarts; what follows its
     last slash, the incarnation, does not matter for cost.
     ``load_tokens`` prompt tokens wait or run here before this request.
     ``queued_nbytes`` are already being pulled from the peer.
@@ -82,21 +83,33 @@ class RecomputePolicy(ABC):
         seconds: float,
         first_contact: bool = False,
     ) -> None:
-        """A pull from ``peer`` took ``seconds`` from decision to usable KV."""
+        """A pull from ``peer`` took ``seconds`` from decision to usable KV.
 
-    def observe_step(  # noqa: B027  # optional to override
+        ``nbytes`` includes what was queued at the peer before it
+        (``PullQuestion.queued_nbytes``): the pull waited for that too.
+        """
+
+    def pull_started(self, *, peer: str) -> None:  # noqa: B027  # optional to override
+        """The pull that ``decide`` chose has begun.
+
+        Without this a request that has no memory yet asks again later.
+        """
+
+    def observe_step(
         self,
         *,
-        tokens: int,
-        context_tokens: int,
-        seconds: float,
-        attention_pairs: float | None = None,
-    ) -> None:
+        tokens: int,  # noqa: ARG002  # a default
+        context_tokens: int,  # noqa: ARG002
+        seconds: float,  # noqa: ARG002
+        attention_pairs: float | None = None,  # noqa: ARG002
+    ) -> float | None:
         """One engine step computed ``tokens`` new tokens on top of ``context_tokens``.
 
         ``attention_pairs`` is the sum over requests of new x (context + new / 2);
-        without it the step is taken for one request.
+        without it the step is taken for one request.  Returns predicted over
+        actual time, ``None`` without a prediction.
         """
+        return None
 
     def compute_seconds(self, tokens: int, /) -> float:  # noqa: ARG002  # a default
         """How long this engine would compute a prompt of ``tokens``; 0 when unknown."""

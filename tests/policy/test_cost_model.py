@@ -178,10 +178,75 @@ def test_a_wrong_estimate_is_tried_again() -> None:
     cost._clock.now += 60.0
     assert cost.decide(ask(1500)).reason == "explore"
     assert cost.decide(ask(1500)).reason == "explore", "asked again while waiting for memory"
-    cost.observe_transfer(peer="d/1", nbytes=10**8, descriptors=5, seconds=0.2)
-    assert cost.decide(ask(1500)).reason == "compute_sooner"
+    cost.pull_started(peer="d/1")
+    assert cost.decide(ask(1500)).reason == "compute_sooner", "one pull is enough"
     cost._clock.now += 60.0
     assert cost.decide(ask(20)).reason == "compute_sooner", "far too expensive to try"
+    assert cost.decide(ask(1500)).reason == "explore", "and no chance was spent on it"
+
+
+TWICE = {**RATES, "pull_fixed_s": 0.0, "pull_descriptor_s": 0.0, "compute_pair_s": 0.0}
+"""Pulling takes exactly twice as long as computing, less what a step costs."""
+TWICE["pull_bytes_per_s"] = TOKEN_NBYTES / (2 * TWICE["compute_token_s"])
+del TWICE["explore_after_s"]
+
+
+def pulls_within(cost: CostModel, seconds: float, peers: tuple[str, ...] = ("d/1",)) -> int:
+    """How often the policy pulls in that time; every pull starts at once."""
+    pulls, end = 0, cost._clock.now + seconds
+    while cost._clock.now < end:
+        for peer in peers:
+            if cost.decide(ask(4000, peer=peer)).pull:
+                pulls += 1
+                cost.pull_started(peer=peer)
+        cost._clock.now += 0.5
+    return pulls
+
+
+def test_given_rates_are_not_explored_before_their_time() -> None:
+    cost = CostModel(TWICE, clock=Clock())
+    after_s = cost.options.explore_after_s
+    assert after_s == 600, "the default"
+    assert pulls_within(cost, after_s, ("d/1", "e/1")) == 0
+    assert pulls_within(cost, after_s, ("d/1", "e/1")) == 2
+
+
+def slow_link(config: dict[str, object] | None = None) -> CostModel:
+    """A model that has learned from one peer that pulling takes twice as long."""
+    cost = CostModel(config, clock=Clock())
+    teach_steps(cost, ComputeRates(token_s=TWICE["compute_token_s"], step_s=1e-6))
+    teach_pulls(cost, PullRates(byte_s=1 / TWICE["pull_bytes_per_s"]), noise=0.0)
+    cost._clock.now += 10.0
+    return cost
+
+
+def test_an_unknown_peer_is_explored_exactly_once() -> None:
+    cost = slow_link()
+    assert pulls_within(cost, 500.0) == 0, "its rates were just measured"
+    assert pulls_within(cost, 500.0, ("new/1",)) == 1
+
+
+def test_restored_rates_are_not_explored_before_their_time(tmp_path: Path) -> None:
+    config = {"state_file": str(tmp_path / "calibration.json")}
+    slow_link(config).close()
+    cost = CostModel(config, clock=Clock())
+    cost._clock.now += 10.0
+    assert pulls_within(cost, 500.0) == 0
+    assert pulls_within(cost, 500.0) == 1
+
+
+def test_step_times_are_compared_with_their_prediction() -> None:
+    step = {"tokens": 1000, "context_tokens": 500}
+    assert CostModel(clock=Clock()).observe_step(**step, seconds=0.1) is None
+    given = CostModel(RATES, clock=Clock())
+    expected = 0.005 + 1000 * 5e-5 + 1000 * (500 + 500) * 1e-9
+    assert given.observe_step(**step, seconds=0.1) == pytest.approx(expected / 0.1)
+    assert given.observe_step(**step, seconds=math.nan) is None
+    learned = CostModel(clock=Clock())
+    teach_steps(learned, STEP)
+    learned.compute_seconds(1)
+    ratio = learned.observe_step(**step, seconds=STEP.seconds(1000, 500))
+    assert ratio == pytest.approx(1.0, abs=0.2)
 
 
 def test_peers_are_bounded() -> None:

@@ -94,7 +94,8 @@ class Engine:
     def set_ranks(self, blobs: dict[tuple[int, int], bytes]) -> None:
         """Serve the workers' exports to peers; rank = pp_rank * tp_size + tp_rank."""
         exports = [decode_rank_export(blob) for blob in blobs.values()]
-        self.tables = len(exports[0].tables)
+        # A pull's descriptors are counted over all ranks, so they are asked about that way.
+        self.tables = sum(len(e.tables) for e in exports)
         self.block_nbytes = sum(t.block_nbytes for e in exports for t in e.tables)
         self.control.set_agents({pp * self._tp_size + tp: blob for (pp, tp), blob in blobs.items()})
 
@@ -145,6 +146,8 @@ class Engine:
             result |= {"kvt_address": self.control.address, "kvt_address_token": token}
         if turn is not None:
             result["kvt_turn"] = turn.summary()
+            if turn.conversation:
+                result["kvt_conversation"] = turn.conversation
         return result
 
     def admit_address(self, wanted: TransferParams) -> None:
@@ -174,11 +177,13 @@ class Engine:
     def decide(self, question: PullQuestion) -> Decision:
         return self.recompute.decide(question)
 
-    def observe_transfer(self, *, peer: str, report: PullReport, total_s: float) -> None:
+    def observe_transfer(
+        self, *, peer: str, report: PullReport, queued_nbytes: int, total_s: float
+    ) -> None:
         """Teach the recompute policy what a pull really cost."""
         self.recompute.observe_transfer(
             peer=peer,
-            nbytes=report.nbytes,
+            nbytes=report.nbytes + queued_nbytes,
             descriptors=report.descriptors,
             seconds=total_s,
             first_contact=report.first_contact,

@@ -38,7 +38,7 @@ class Series:
 COUNTERS = (
     Series(
         "kvtransport_attempts_total",
-        "Turns that asked for reuse; equals the sum of kvtransport_outcomes_total.",
+        "Turns that asked for reuse; less kvtransport_outcomes_total: those under way.",
         ("direction",),
     ),
     Series(
@@ -57,14 +57,14 @@ COUNTERS = (
         ("direction",),
     ),
     Series("kvtransport_holdings_added_total", "Holdings entered.", ("purpose",)),
-    Series("kvtransport_holdings_refused_total", "Finished requests not held.", ("reason",)),
+    Series("kvtransport_holdings_refused_total", "Holdings that retention refused.", ("reason",)),
     Series("kvtransport_holdings_dropped_total", "Holdings dropped.", ("purpose", "reason")),
     Series("kvtransport_refused_params_total", "Unusable kv_transfer_params values.", ("key",)),
 )
 GAUGES = (
     Series("kvtransport_holdings", "Holdings kept now.", ("purpose",)),
     Series("kvtransport_retained_blocks", "Distinct KV blocks of retained holdings."),
-    Series("kvtransport_retained_bytes", "Bytes of retained holdings, all ranks."),
+    Series("kvtransport_retained_bytes", "Bytes of these blocks, all ranks."),
     Series("kvtransport_retention_budget_blocks", "Blocks that retained holdings may take."),
     Series("kvtransport_leases", "Live leases granted to peers."),
     Series("kvtransport_quarantined_blocks", "Blocks kept out of use for safety."),
@@ -74,7 +74,7 @@ GAUGES = (
 HISTOGRAMS = (
     Series(
         "kvtransport_lookup_seconds",
-        "From arrival to the lookup's answer.",
+        "From arrival to the lookup's answer, whatever it was.",
         ("direction",),
         _SECONDS,
     ),

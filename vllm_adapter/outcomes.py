@@ -1,7 +1,7 @@
 """How a turn's reuse ended: the names used in logs, metrics and reports.
 
-Every turn that asks for reuse ends in exactly one of them, so that the sum
-over outcomes equals the number of attempts.
+Every turn that asks for reuse ends in exactly one of them, so that the number
+of attempts, less the sum over outcomes, is that of the turns under way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ POLICY: Final = "policy"
 DISABLED: Final = "disabled"
 TOO_SHORT: Final = "too_short"
 CONTENT_MISMATCH: Final = "content_mismatch"
+"""What a peer holds goes on differently before it could add anything: an edited
+history, or another conversation with the same beginning."""
 
 # Something went wrong and the turn was computed here instead.
 LOOKUP_TIMEOUT: Final = "lookup_timeout"
@@ -29,7 +31,6 @@ PEER_LOST: Final = "peer_lost"
 STALE: Final = "stale"
 TRANSPORT: Final = "transport"
 TRANSFER_TIMEOUT: Final = "transfer_timeout"
-PREEMPTED: Final = "preempted"
 
 # The client went away first.
 ABORTED: Final = "aborted"
@@ -52,7 +53,6 @@ ALL: Final = (
     STALE,
     TRANSPORT,
     TRANSFER_TIMEOUT,
-    PREEMPTED,
     ABORTED,
 )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_TEXT = 256
+_MAX_CONVERSATION = 64
 _MAX_ASKED = 64
 
 
@@ -30,6 +31,8 @@ class TransferParams:
     address: str = ""
     address_token: str = ""
     """Proof, made with the cluster secret, that ``address`` may be contacted."""
+    conversation: str = ""
+    """What a router calls this conversation; only told apart in the log of turns."""
     refused: tuple[str, ...] = ()
     """Keys whose values were not usable and were ignored."""
 
@@ -55,6 +58,7 @@ def parse(raw: Any) -> TransferParams:
         reuse=reader.flag("kvt_reuse", default=True),
         address=reader.text("kvt_address"),
         address_token=reader.text("kvt_address_token"),
+        conversation=reader.text("kvt_conversation", most=_MAX_CONVERSATION),
         refused=tuple(reader.refused),
     )
 
@@ -75,11 +79,11 @@ class _Reader:
         self.refused.append(key)
         return default
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, *, most: int = _MAX_TEXT) -> str:
         value = self._raw.get(key)
         if value is None:
             return ""
-        if isinstance(value, str) and len(value) <= _MAX_TEXT:
+        if isinstance(value, str) and len(value) <= most:
             return value
         self.refused.append(key)
         return ""

@@ -75,9 +75,11 @@ class SchedulerSide:
         if not (wanted.prefill_only or wanted.remote_prefill):
             return
         turn = Turn(request, "prefill_to_decode" if wanted.remote_prefill else "decode_to_prefill")
+        turn.conversation = wanted.conversation
         if wanted.remote_prefill:
             turn.handoff = (wanted.engine_id, wanted.remote_request_id)
         self._turns[request.request_id] = turn
+        self.telemetry.began(turn)
         reason = self._unwilling(turn, wanted)
         if reason:
             self._settle(turn, reason)
@@ -140,11 +142,12 @@ class SchedulerSide:
         if result is None:
             return False
         turn.lookup = None
-        if result.lease is None:
-            self._settle(turn, self.telemetry.outcome_of_lookup(result.reason))
-        else:
+        turn.lookup_s = result.seconds
+        if result.lease is not None:
             turn.found(result.lease)
-            self.telemetry.found(turn)
+        self.telemetry.looked_up(turn)
+        if result.lease is None:
+            self._settle(turn, self.telemetry.outcome_of_lookup(result))
         return True
 
     def _promise(self, turn: Turn) -> tuple[int, bool]:
@@ -156,9 +159,12 @@ class SchedulerSide:
         usable = min(lease.tokens, turn.request.num_tokens - 1)
         beyond = usable - turn.local_tokens
         if beyond <= 0:
-            self._settle(turn, outcomes.LOCAL_HIT)
+            cut = lease.diverged
+            self._settle(turn, outcomes.CONTENT_MISMATCH if cut else outcomes.LOCAL_HIT)
             return 0, False
-        decision = self._engine.decide(self._question(turn, beyond))
+        question = self._question(turn, beyond)
+        decision = self._engine.decide(question)
+        turn.decision, turn.queued_nbytes = decision.reason, question.queued_nbytes
         turn.predicted_pull_s = decision.predicted_pull_s
         turn.predicted_compute_s = decision.predicted_compute_s
         if not decision.pull:
@@ -179,9 +185,14 @@ class SchedulerSide:
             nbytes=len(remote) * self._engine.block_nbytes,
             peer=peer_name(turn.lease),
             direction=turn.direction,
-            load_tokens=waiting_tokens(self._live.values(), turn.request),
+            load_tokens=waiting_tokens(self._live.values(), turn.request, self._undecided),
             queued_nbytes=self._queued_nbytes(turn.lease),
         )
+
+    def _undecided(self, request: Request) -> bool:
+        """Whether it is still open if the request's prompt is pulled or computed."""
+        turn = self._turns.get(request.request_id)
+        return turn is not None and turn.phase in (Phase.LOOKING, Phase.FOUND)
 
     def _queued_nbytes(self, lease: HeldLease) -> int:
         """Bytes already being pulled from the same engine."""
@@ -229,6 +240,7 @@ class SchedulerSide:
         turn.loading_since_s = time.monotonic()
         turn.planned_tokens = tokens
         turn.destination = local
+        self._engine.recompute.pull_started(peer=peer_name(lease))
         self._to_start.append(
             PullJob(
                 request_id=turn.request_id,
@@ -324,6 +336,7 @@ class SchedulerSide:
         if turn.aborted:
             self._settle(turn, outcomes.ABORTED)
             del self._turns[turn.request_id]
+            self.telemetry.turn_finished(turn)
             return
         if failed or report is None or report.error:
             self._settle(turn, report.error if report and report.error else outcomes.TRANSPORT)
@@ -338,6 +351,7 @@ class SchedulerSide:
         self._engine.observe_transfer(
             peer=peer_name(turn.lease),
             report=report,
+            queued_nbytes=turn.queued_nbytes,
             total_s=turn.pull_s,
         )
 
@@ -378,6 +392,8 @@ class SchedulerSide:
         return None
 
     def _settle(self, turn: Turn, outcome: str) -> None:
+        if turn.phase is Phase.SETTLED:
+            return
         # A handoff is over for its decode engine however the turn ended, so its
         # prefill engine may free it; a retained holding serves other readers.
         turn.settle(outcome, delivered=turn.direction == "prefill_to_decode")
@@ -388,7 +404,9 @@ class SchedulerSide:
 
     def step_ended(self) -> TransportStats | None:
         """The step's output is processed: learn from it, yield what was counted."""
-        self._engine.steps.ended()
+        predicted = self._engine.steps.ended()
+        if predicted is not None:
+            self.telemetry.step_predicted(predicted)
         return self.telemetry.take(self._turns.values())
 
     def reset_cache(self) -> bool:
@@ -399,11 +417,16 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         for turn in self._turns.values():
-            turn.settle(outcomes.ABORTED)
+            self._settle(turn, outcomes.ABORTED)
+            self.telemetry.turn_finished(turn)
         self._turns.clear()
+        self.telemetry.close()
         self._engine.close()
 
 
 def peer_name(lease: HeldLease) -> str:
-    """How policies name a peer: a restarted engine is another one."""
-    return f"{lease.peer.engine_id}/{lease.peer.incarnation}"
+    """How policies name a peer: by its place, so that a restarted engine keeps its price.
+
+    vLLM makes a new engine id at every start unless it is configured.
+    """
+    return f"{lease.peer.name}/{lease.peer.incarnation}"

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,28 +61,40 @@ class StepClock:
             Step(time.monotonic(), output.total_num_scheduled_tokens, context, pairs, prefill)
         )
 
-    def ended(self) -> None:
-        """The oldest step's output was processed."""
+    def ended(self) -> float | None:
+        """The oldest step's output was processed.
+
+        Returns predicted over actual time of a prefill step that the policy has
+        a price for.
+        """
         if not self._in_flight:
-            return
+            return None
         step = self._in_flight.popleft()
         now = time.monotonic()
         seconds = now - max(step.began_s, self._last_end_s)
         self._last_end_s = now
         # Steps of single tokens say nothing about the cost of a prompt.
-        if step.prefill and step.tokens:
-            self._policy.observe_step(
-                tokens=step.tokens,
-                context_tokens=step.context_tokens,
-                seconds=seconds,
-                attention_pairs=step.attention_pairs,
-            )
+        if not step.prefill or not step.tokens:
+            return None
+        return self._policy.observe_step(
+            tokens=step.tokens,
+            context_tokens=step.context_tokens,
+            seconds=seconds,
+            attention_pairs=step.attention_pairs,
+        )
 
 
-def waiting_tokens(live: Iterable[Request], besides: Request) -> int:
-    """Prompt tokens that other requests on this engine still have to compute."""
+def waiting_tokens(
+    live: Iterable[Request], last: Request, undecided: Callable[[Request], bool]
+) -> int:
+    """Prompt tokens that this engine has to compute before it gets to ``last``.
+
+    ``live`` is in order of arrival.  ``undecided`` requests may still pull their
+    prompts, so they don't count.
+    """
+    earlier = takewhile(lambda request: request is not last, live)
     return sum(
         max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        for request in live
-        if request is not besides
+        for request in earlier
+        if not undecided(request)
     )

@@ -12,8 +12,8 @@ computed here.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,12 +47,13 @@ class Turn:
     phase: Phase = Phase.LOOKING
     handoff: tuple[str, str] = ("", "")
     """Engine and request that prefilled this one; empty when it was not."""
+    conversation: str = ""
+    """The router's name for it; empty when it gave none."""
     chain: DigestChain | None = None
     lookup: Lookup | None = None
     lease: HeldLease | None = None
     outcome: str = ""
-    started_s: float = field(default_factory=time.monotonic)
-    lookup_s: float = 0.0
+    lookup_s: float = math.nan
     loading_since_s: float = 0.0
     local_tokens: int = 0
     planned_tokens: int = 0
@@ -62,8 +63,12 @@ class Turn:
     """From the allocation to the scheduler's knowledge that the pull ended."""
     report: PullReport | None = None
     aborted: bool = False
-    predicted_pull_s: float | None = None
-    predicted_compute_s: float | None = None
+    decision: str = ""
+    """The recompute policy's reason; empty while it was not asked."""
+    predicted_pull_s: float = math.nan
+    predicted_compute_s: float = math.nan
+    queued_nbytes: int = 0
+    """What was being pulled from the same engine when the policy decided."""
 
     @property
     def request_id(self) -> str:
@@ -73,7 +78,6 @@ class Turn:
     def found(self, lease: HeldLease) -> None:
         self.lease = lease
         self.phase = Phase.FOUND
-        self.lookup_s = time.monotonic() - self.started_s
 
     def settle(self, outcome: str, *, delivered: bool = False) -> None:
         """End the turn's reuse; its lease is given back, its lookup abandoned."""

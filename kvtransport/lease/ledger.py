@@ -42,7 +42,7 @@ from kvtransport.lease.holding import (
     Refusal,
 )
 from kvtransport.lease.prefix_index import Place, PrefixIndex, common_groups
-from kvtransport.lease.retained import Retained
+from kvtransport.lease.retained import Gauges, Retained
 from kvtransport.lease.runs import BlockIds
 from kvtransport.lease.timeline import Timeline
 from kvtransport.policy.retention import RetentionPolicy
@@ -287,19 +287,19 @@ class Ledger:
         with self._lock:
             self._expire(self._clock())
             return {
-                "holdings": len(self._holdings),
-                "handoffs": len(self._holdings) - len(self._retained),
-                "retained": len(self._retained),
-                "retained_blocks": self._retained.blocks,
+                **self._retained.gauges(len(self._holdings), len(self._leases))._asdict(),
                 "retained_nbytes": self._retained.nbytes,
-                "budget_blocks": self._retained.budget_blocks,
                 "cache_blocks": self.settings.cache_blocks,
-                "leases": len(self._leases),
                 "to_collect": len(self._dropped),
                 "index_nodes": len(self._index),
                 "counters": dict(self.counters),
                 "retention": self._retained.policy.describe(),
             }
+
+    def gauges(self) -> Gauges:
+        """How much is held now: what ``snapshot`` has without searching for it."""
+        with self._lock:
+            return self._retained.gauges(len(self._holdings), len(self._leases))
 
     # -- insertion -------------------------------------------------------------------
 

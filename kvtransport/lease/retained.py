@@ -6,10 +6,22 @@ A block that several holdings keep counts once.  Used under the ledger's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvtransport.lease.block_counts import BlockCounts
 from kvtransport.lease.holding import Holding, Refusal
 from kvtransport.policy.retention import RetentionPolicy
+
+
+class Gauges(NamedTuple):
+    """How much a ledger holds now; ``retained_blocks`` are distinct."""
+
+    holdings: int
+    handoffs: int
+    retained: int
+    retained_blocks: int
+    budget_blocks: int
+    leases: int
 
 
 class Retained:
@@ -30,6 +42,11 @@ class Retained:
     def blocks(self) -> int:
         """Distinct blocks that retained holdings keep."""
         return self._counts.distinct
+
+    def gauges(self, holdings: int, leases: int) -> Gauges:
+        """These numbers beside those of the whole ledger."""
+        handoffs = holdings - self._number
+        return Gauges(holdings, handoffs, self._number, self.blocks, self.budget_blocks, leases)
 
     def claim(
         self,

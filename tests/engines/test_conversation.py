@@ -102,16 +102,25 @@ def test_tenants_with_one_text_share_nothing(pair):
     assert account["pulled_tokens"] > 200
 
 
-def test_counters_balance(pair):
-    prompt = text(300, 14)
-    turn(pair, prompt)
+def counted(engine: Engine) -> tuple[float, float]:
+    """Attempts and outcomes so far."""
+    values = engine.metrics()
+    names = ("kvtransport_attempts_total", "kvtransport_outcomes_total")
+    return tuple(values.get(name, 0) for name in names)
+
+
+def idle(engine: Engine, attempts: float = 0) -> float:
+    """Attempts so far, once there are ``attempts`` and every one has its outcome."""
     deadline = time.monotonic() + 15
-    while time.monotonic() < deadline:
-        for engine in pair.engines:
-            values = engine.metrics()
-            attempts = values.get("kvtransport_attempts_total", 0)
-            assert attempts == values.get("kvtransport_outcomes_total", 0)
-        if all(e.metrics().get("kvtransport_attempts_total") for e in pair.engines):
-            return
+    while (now := counted(engine))[0] != now[1] or now[0] < attempts:
+        assert time.monotonic() < deadline, f"attempts and outcomes stay at {now}"
         time.sleep(0.2)
-    pytest.fail("no counters on /metrics")
+    return now[0]
+
+
+def test_counters_balance(pair):
+    """Attempts count at a turn's beginning, outcomes at its end."""
+    before = [idle(engine) for engine in pair.engines]
+    turn(pair, text(300, 14))
+    for engine, attempts in zip(pair.engines, before, strict=True):
+        assert idle(engine, attempts + 1) == attempts + 1

@@ -128,7 +128,7 @@ anything = st.recursive(
 )
 KEYS = [
     "do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_request_id",
-    "kvt_ask", "kvt_reuse", "kvt_address", "kvt_address_token",
+    "kvt_ask", "kvt_reuse", "kvt_address", "kvt_address_token", "kvt_conversation",
 ]  # fmt: skip
 
 
@@ -137,4 +137,11 @@ def test_whatever_a_caller_sends_is_read_or_named(raw):
     read = params.parse(raw)
     assert isinstance(read.prefill_only, bool)
     assert all(isinstance(name, str) and len(name) <= 256 for name in read.targets)
+    assert len(read.conversation) <= 64
     assert set(read.refused) <= {*KEYS, "kv_transfer_params"}
+
+
+def test_a_conversations_name_is_bounded():
+    assert params.parse({"kvt_conversation": "c" * 64}).conversation == "c" * 64
+    refused = params.parse({"kvt_conversation": "c" * 65})
+    assert (refused.conversation, refused.refused) == ("", ("kvt_conversation",))

@@ -42,12 +42,14 @@ class ContentKeys:
     """Digests to look up, likeliest first, and to bind after success.
 
     ``opening`` is true for a first turn: there is nothing to come back to, so
-    a match may only break ties.
+    a match may only break ties.  ``beginning`` is the digest that all turns of a
+    chat have in common, empty where there is none.
     """
 
     lookups: tuple[bytes, ...] = ()
     binds: tuple[bytes, ...] = ()
     opening: bool = False
+    beginning: bytes = b""
 
 
 def content_keys(running: hashlib.blake2b, fields: Fields) -> ContentKeys:
@@ -80,10 +82,17 @@ def _chat_keys(running: hashlib.blake2b, raw: msgspec.Raw) -> ContentKeys:
     opening = digests[roles.index("user")] if "user" in roles else digests[0]
     if "assistant" not in roles:
         return ContentKeys(
-            lookups=(digests[-1],), binds=_unique(digests[-1], opening), opening=True
+            lookups=(digests[-1],),
+            binds=_unique(digests[-1], opening),
+            opening=True,
+            beginning=opening,
         )
     recent = digests[-1 : -_LOOK_BACK - 1 : -1]
-    return ContentKeys(lookups=_unique(*recent, opening), binds=_unique(digests[-1], opening))
+    return ContentKeys(
+        lookups=_unique(*recent, opening),
+        binds=_unique(digests[-1], opening),
+        beginning=opening,
+    )
 
 
 def _update(running: hashlib.blake2b, message: memoryview) -> None:

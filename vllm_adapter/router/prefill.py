@@ -138,6 +138,8 @@ def _ask(turn: Turn, held: Held) -> dict[str, object]:
     }
     if held.decode is not None and held.decode.spec.named:
         params["kvt_ask"] = [held.decode.name]
+    if turn.conversation:
+        params["kvt_conversation"] = turn.conversation
     if not turn.reuse:
         params["kvt_reuse"] = False
     return params

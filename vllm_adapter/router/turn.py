@@ -69,6 +69,8 @@ class Turn:
     candidates: list[Candidate]
     binds: list[bytes]
     received_s: float
+    conversation: str = ""
+    """A pseudonym that the conversation's turns have in common; empty if none is known."""
     waited_s: float = 0.0
 
     @property
@@ -167,6 +169,7 @@ class TurnReader:
                 turn.binds.append(key)
             if source.label not in _NO_CONFLICT:
                 named.append((source.label, value))
+                turn.conversation = turn.conversation or self._keyring.pseudonym(key)
         for label, value in named[1:]:
             if value != named[0][1]:
                 self._metrics.conflicts.labels(named[0][0], label).inc()
@@ -192,6 +195,8 @@ class TurnReader:
         skew = 0 if keys.opening else self._config.max_skew
         turn.candidates.extend(Candidate("content", key, skew) for key in keys.lookups)
         turn.binds.extend(keys.binds)
+        if keys.beginning and not turn.conversation:
+            turn.conversation = self._keyring.pseudonym(keys.beginning)
 
 
 def request_id(headers: dict[str, str]) -> str:

@@ -212,7 +212,7 @@ class LiesAboutCancel(Swallows):
         return found
 
 
-@saboteur("CAN-01", "CAN-02", "CAN-06", "CMP-10", "CON-07", "NTF-04", perhaps=["CAN-04"])
+@saboteur("CAN-01", "CAN-02", "CAN-06", "CMP-06", "CMP-10", "CON-07", "NTF-04", perhaps=["CAN-04"])
 class HangsOnCancel(Swallows):
     """Never reports the end of a cancelled transfer."""
 

@@ -58,7 +58,7 @@ def probe(config: EfaConfig, version: str, machine: Machine) -> Probe:
             available=False,
             reason="there is no EFA device (none of vendor 1d0f in /sys/class/infiniband)",
             hint="attach an EFA interface to the instance and run the EFA installer, or set"
-            " allow_fallback=true to use TCP",
+            " allow_fallback=true and device='none' to use TCP",
             details=details,
         )
     if config.device == "neuron" and not neuron:
@@ -140,7 +140,7 @@ def _check_provider(findings: Findings) -> None:
         hint = "set FI_PROVIDER=efa"
     _refuse(
         f"libfabric ({findings.libfabric}) would not use EFA: it offers {chosen}",
-        f"{hint}; or set allow_fallback=true to use TCP",
+        f"{hint}; or set allow_fallback=true and device='none' to use TCP",
     )
 
 

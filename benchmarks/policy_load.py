@@ -196,7 +196,8 @@ def stream(engine: Engine, body: dict[str, Any]) -> Iterator[list[int]]:
 
 
 def _sample(decode: Engine, run: Run, stop: threading.Event) -> None:
-    while not stop.wait(0.5):
+    # Reading all metrics costs the machine something, so not more often.
+    while not stop.wait(1.0):
         value = scrape(decode, "kvtransport_retained_bytes")
         if value is not None:
             run.retained.append(value)

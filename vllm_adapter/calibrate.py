@@ -146,6 +146,11 @@ def lengths(longest: int) -> list[int]:
     return sorted({min(length, longest) for length in LENGTHS})
 
 
+def samples_per_round(tokens: int) -> int:
+    """Short pulls scatter most and cost least, so there are more of them."""
+    return max(1, min(4, 1024 // tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What was learned, and how far off its predictions are."""
@@ -283,7 +288,12 @@ def calibrate(
     *,
     prefill: Annotated[str, typer.Option(help="The prefill engine, http://host:port.")],
     decode: Annotated[str, typer.Option(help="The decode engine, http://host:port.")],
-    rounds: Annotated[int, typer.Option(min=2, help="Samples per length.")] = 10,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=2, help="Samples of the longest prompts; short ones get up to 4 times as many."
+        ),
+    ] = 10,
     longest: Annotated[int, typer.Option(min=128, help="Longest prompt in tokens.")] = 4096,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per request.")] = 120.0,
     seed: Annotated[int, typer.Option(help="Prompts are random numbers of this seed.")] = 0,
@@ -302,9 +312,10 @@ def calibrate(
     for point in points:
         measure(*engines, Point(point.tokens), rng)  # first contact and warm-up don't count
     with Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=rounds * len(points))
+        order = [point for point in points for _ in range(samples_per_round(point.tokens))]
+        task = progress.add_task("measuring", total=rounds * len(order))
         for _ in range(rounds):
-            for point in points:
+            for point in order:
                 measure(*engines, point, rng)
                 progress.advance(task)
     found = Calibration.of(points)

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransport.errors import KVTransportError
 from kvtransport.policy.cost_model import CostModel
-from kvtransport_vllm.calibrate import Calibration, Point, Pull, lengths, why_not
+from kvtransport_vllm.calibrate import Calibration, Point, Pull, lengths, samples_per_round, why_not
 
 TOKEN_NBYTES = 8192
 FIXED_S, BYTE_S = 0.001, 1 / 4e9
@@ -113,3 +113,7 @@ def test_no_prompt_is_longer_than_the_engines_take():
     assert lengths(4096) == [128, 256, 512, 1024, 2048, 4096]
     assert lengths(700) == [128, 256, 512, 700]
     assert lengths(100) == [100]
+
+
+def test_short_prompts_are_measured_more_often():
+    assert [samples_per_round(tokens) for tokens in (100, 256, 512, 1024, 4096)] == [4, 4, 2, 1, 1]

@@ -456,6 +456,8 @@ class Ledger:
     # -- endings -------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
+        if now < self._lease_ends.next_s and now < self._expiries.next_s:
+            return
         while (lease := self._lease_ends.due(now)) is not None:
             self.counters["lease.expired"] += 1
             self._end_lease(lease, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Generic, Protocol, TypeVar
 
 
@@ -24,35 +25,43 @@ class Timeline(Generic[E]):
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, E]] = []
-        self._live = 0
+        self.next_s = math.inf
+        """Nothing is due before; there may be nothing even then."""
+        # The heap does not hold the entries: pairs of numbers are nothing that
+        # the garbage collector would visit again and again.
+        self._heap: list[tuple[float, int]] = []
+        self._entries: dict[int, E] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        return self._live
+        return len(self._entries)
 
     def add(self, entry: E) -> None:
         """Queue the entry; when it is queued already, for its new time instead."""
-        self._live += not entry.timer
-        self._serial = entry.timer = self._serial + 1
-        heapq.heappush(self._heap, (entry.expires_s, entry.timer, entry))
-        if len(self._heap) > 64 and len(self._heap) > 2 * self._live:
-            self._heap = [item for item in self._heap if item[2].timer == item[1]]
+        entries, heap = self._entries, self._heap
+        if entry.timer:
+            del entries[entry.timer]
+        self._serial = timer = entry.timer = self._serial + 1
+        entries[timer] = entry
+        heapq.heappush(heap, (entry.expires_s, timer))
+        self.next_s = min(self.next_s, entry.expires_s)
+        if len(heap) > 64 and len(heap) > 2 * len(entries):
+            self._heap = [item for item in heap if item[1] in entries]
             heapq.heapify(self._heap)
 
     def discard(self, entry: E) -> None:
         """Take the entry out if it is queued."""
         if entry.timer:
+            del self._entries[entry.timer]
             entry.timer = 0
-            self._live -= 1
 
     def due(self, now: float) -> E | None:
         """Take out the earliest entry whose time has come."""
         heap = self._heap
         while heap and heap[0][0] <= now:
-            _, timer, entry = heapq.heappop(heap)
-            if entry.timer == timer:
+            entry = self._entries.pop(heapq.heappop(heap)[1], None)
+            if entry is not None:
                 entry.timer = 0
-                self._live -= 1
                 return entry
+        self.next_s = heap[0][0] if heap else math.inf
         return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +84,7 @@ class RetainByValue(RetentionPolicy):
 
     def victim(self, now: float, claimant: Holding | None, /) -> Holding | None:
         if not self._with_quotas:
-            pools = list(self._pools.values())
-            return _first(pools, now, soft_too=claimant is None)
+            return _first(self._pools.values(), now, soft_too=claimant is None)
         own = self._pool(claimant) if claimant is not None else None
         seen: list[tuple[float, str]] = []
         found: Holding | None = None
@@ -207,7 +206,7 @@ class RetainByValue(RetentionPolicy):
         return None
 
 
-def _first(pools: list[Pool], now: float, *, soft_too: bool) -> Holding | None:
+def _first(pools: Iterable[Pool], now: float, *, soft_too: bool) -> Holding | None:
     for pool in pools:
         found = pool.victim(now, soft_too=soft_too)
         if found is not None:

@@ -135,7 +135,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--quick", action="store_true", help="three combinations only")
     parser.add_argument("--pressure", action="store_true", help="caches too small for the load")
-    parser.add_argument("--repeat", type=int, default=2, help="runs of each combination")
+    parser.add_argument("--repeat", type=int, help="runs of each combination")
     parser.add_argument("--conversations", type=int, help="in each run")
     parser.add_argument("--turns", type=int, help="of each conversation")
     parser.add_argument("--system", type=int, help="longest system prompt, tokens")
@@ -150,11 +150,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the runs")
     parser.add_argument("--out", type=Path, default=Path("out/bench-policies"))
     args = parser.parse_args()
-    usual = {"conversations": 10, "turns": 4, "system": 2000, "answer": 24, "think": 1.0,
-             "concurrency": 3, "blocks": 1536}  # fmt: skip
+    usual = {"repeat": 2, "conversations": 10, "turns": 4, "system": 2000, "answer": 24,
+             "think": 1.0, "concurrency": 3, "blocks": 1536}  # fmt: skip
     if args.pressure:
-        usual = {"conversations": 24, "turns": 3, "system": 800, "answer": 96, "think": 0.2,
-                 "concurrency": 8, "blocks": 96}  # fmt: skip
+        # Many short runs: the machine's mood changes, and is to hit all alike.
+        usual = {"repeat": 4, "conversations": 16, "turns": 3, "system": 800, "answer": 96,
+                 "think": 0.2, "concurrency": 8, "blocks": 96}  # fmt: skip
     for name, value in usual.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

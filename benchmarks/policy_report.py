@@ -186,6 +186,12 @@ def judge(found: Ratio) -> str:
     return "no worse within noise" if found.low <= 1 else "WORSE"
 
 
+def _judge_equal(found: Ratio) -> str:
+    if found.low <= 1 <= found.high:
+        return "equal within noise"
+    return "HIGHER" if found.low > 1 else "lower"
+
+
 def pressure_verdicts(rows: Sequence[Row]) -> list[str]:
     """Retention on against off: preemptions, lost requests, time per token."""
     off = next((r for r in rows if r.name.endswith(" off")), None)
@@ -195,8 +201,7 @@ def pressure_verdicts(rows: Sequence[Row]) -> list[str]:
         lines.append(f"{row.name} / {off.name}: {_counts(row, off)}")
         found = ratio(row, [off], 50, _tpot, f"{row.name} / {off.name}: TPOT p50")
         if found is not None:
-            equal = found.low <= 1 <= found.high
-            lines.append(f"{found.text}: {'equal within noise' if equal else 'NOT EQUAL'}")
+            lines.append(f"{found.text}: {_judge_equal(found)}")
     return lines
 
 

@@ -11,7 +11,17 @@ from types import SimpleNamespace
 import pytest
 from bench_policies import Combination
 from policy_load import Load, Run, Turn, converse, scrape
-from policy_report import Row, compare_counts, judge, policy_verdicts, quantile, ratio, show, write
+from policy_report import (
+    Row,
+    compare_counts,
+    judge,
+    policy_verdicts,
+    pressure_verdicts,
+    quantile,
+    ratio,
+    show,
+    write,
+)
 from rich.console import Console
 
 from kvtransport_vllm.launch.http import HttpStatusError
@@ -141,3 +151,17 @@ def test_a_broken_turn_is_counted_and_ends_its_conversation_only(answer, refused
 
 def test_a_metric_that_cannot_be_read_is_none():
     assert scrape(engine(TimeoutError()), "kvtransport_retained_bytes") is None
+
+
+def test_retention_under_pressure_is_compared_with_none():
+    off = Row("threshold 64 off", [run("threshold 64 off", r, [0.2] * 5) for r in range(2)])
+    slow = [run("threshold 64 ttl", r, [0.2] * 5, tpot=0.02) for r in range(2)]
+    slow[0].preemptions, slow[1].refused = 30.0, 1
+    counts, tpot = pressure_verdicts([off, Row("threshold 64 ttl", slow)])
+    assert "preemptions 30 and 0 (NOT EQUAL)" in counts
+    assert "refused 1 and 0, failed 0 and 0 (NOT EQUAL)" in counts
+    assert tpot.endswith("= 2.00 (90 %: 2.00 to 2.00): HIGHER")
+    same = Row("threshold 64 ttl", [run("threshold 64 ttl", r, [0.9] * 5) for r in range(2)])
+    counts, tpot = pressure_verdicts([off, same])
+    assert "NOT" not in counts
+    assert tpot.endswith("equal within noise")

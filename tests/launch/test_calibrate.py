@@ -91,13 +91,15 @@ def test_one_length_alone_still_predicts_itself():
 
 def test_the_report_is_json_and_names_the_worst_prediction():
     measured = points()
-    # What the fit has not seen is twice as slow for one length.
-    odd = measured[1]
-    odd.pulls[1::2] = [
-        Pull(p.leg_s, 2 * p.pull_s, p.descriptors, p.nbytes) for p in odd.pulls[1::2]
-    ]
+    # What the fit has not seen is slower, three times for one length.
+    for number, one in enumerate(measured):
+        times = 3 if number == 1 else 2
+        one.pulls[1::2] = [
+            Pull(p.leg_s, times * p.pull_s, p.descriptors, p.nbytes) for p in one.pulls[1::2]
+        ]
     report = json.loads(json.dumps(Calibration.of(measured).report(measured)))
-    assert report["worst_ratio"] == pytest.approx(0.5, rel=0.05)
+    assert report["worst_ratio"] == pytest.approx(1 / 3, rel=0.05)
+    assert report["points"][0]["ratio"] == pytest.approx(0.5, rel=0.05)
     row = report["points"][1]
     assert row["ratio"] == pytest.approx(row["predicted_s"] / row["measured_s"])
     assert (row["tokens"], row["descriptors"], row["bytes"]) == (512, 8, 512 * TOKEN_NBYTES)

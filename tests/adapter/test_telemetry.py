@@ -245,6 +245,15 @@ def test_what_was_queued_before_a_pull_is_no_part_of_its_price(pairs: list[SimPa
     assert sorted(facts["nbytes"] for facts in told) == [asked[0].nbytes, 2 * asked[0].nbytes]
 
 
+def test_the_policy_is_told_when_its_pull_begins(pairs: list[SimPair]) -> None:
+    pair, prompt = retained(pairs)
+    started: list[str] = []
+    pair.p.side._engine.recompute.pull_started = lambda *, peer: started.append(peer)
+    asked, _ = asked_and_learned(pair.p)
+    pair.turn(prompt)
+    assert started == [asked[0].peer]
+
+
 def test_a_restarted_peer_keeps_its_price(pairs: list[SimPair]) -> None:
     """vLLM gives it a new engine id, but it is reached at the same address."""
     pair, prompt = retained(pairs, recompute="cost_model", recompute_config=RATES)
@@ -310,6 +319,8 @@ def test_gauges_are_those_of_the_ledger_and_count_blocks_once(pairs: list[SimPai
 def test_gauges_of_a_stepping_engine_are_at_most_a_second_old(pairs: list[SimPair]) -> None:
     pair, _ = retained(pairs)
     telemetry = pair.d.side.telemetry
+    # What a status page needs takes too long for a step.
+    pair.d.side._engine.ledger.snapshot = pytest.fail
     now = [1e6]
     telemetry._clock = lambda: now[0]
     assert telemetry.take([]) is not None

@@ -20,6 +20,7 @@ from policy_report import (
     quantile,
     ratio,
     show,
+    turn_by_turn,
     write,
 )
 from rich.console import Console
@@ -112,6 +113,18 @@ def test_the_table_fits_80_columns_with_whole_names():
     assert name in text
     assert "…" not in text
     assert "1234" in text
+
+
+def test_the_same_turns_are_compared_one_by_one():
+    """Prompts of very different lengths: the quantiles lie among others than the ratio."""
+    names = ("cost_model budgeted", "threshold 0 budgeted", "threshold 64 budgeted")
+    times = ([0.11, 1.1, 11.0], [0.1, 1.0, 10.0], [11.0, 0.2, 2.0])
+    rows = [Row(name, [run(name, 0, one)]) for name, one in zip(names, times, strict=True)]
+    assert turn_by_turn(rows[0], rows[1]) == pytest.approx(1.1)
+    assert turn_by_turn(rows[0], rows[2]) == pytest.approx(5.5)
+    assert math.isnan(turn_by_turn(rows[0], Row("empty")))
+    last = policy_verdicts(rows)[-1]
+    assert "cost_model / threshold 64 budgeted = 5.50" in last
 
 
 def test_preemptions_are_compared_as_counts():

@@ -132,7 +132,11 @@ Event = Completion | Notification | PeerDown
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can run here, found out without touching hardware."""
+    """Whether a backend can run here, found out without touching hardware.
+
+    ``details`` are shown to people.  One key has a meaning: ``listens`` says on
+    what a backend listens that can't be told to stay on loopback.
+    """
 
     available: bool
     reason: str = ""

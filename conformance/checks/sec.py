@@ -6,7 +6,7 @@ import base64
 from functools import partial
 
 from kvtransport.errors import DescriptorError, OutOfBoundsError
-from kvtransport_conformance.context import BLANK, Context, NotVerified, Ranges
+from kvtransport_conformance.context import BLANK, Context, NotSupported, NotVerified, Ranges
 from kvtransport_conformance.listeners import is_loopback
 from kvtransport_conformance.patterns import Expected, Pattern
 from kvtransport_conformance.registry import check
@@ -147,7 +147,11 @@ def wrong_peer_refused(ctx: Context) -> None:
 
 @check("SEC-07", level="core", profiles=["KVT-SECURE"])
 def bind_default(ctx: Context) -> None:
-    """Unless told otherwise, nothing listens on an address that other hosts can reach."""
+    """Unless told otherwise, nothing listens on an address that other hosts can reach.
+
+    A backend whose library offers no choice declares it: ``listens`` among its
+    probe's details, where an operator sees it before anything is opened.
+    """
     ctx.b.metadata()
     found = ctx.peer.call("listeners")
     ctx.detail["listeners"] = [f"{family} {address}:{port}" for family, address, port in found]
@@ -159,6 +163,10 @@ def bind_default(ctx: Context) -> None:
         for family, address, port in found
         if family != "unix" and not is_loopback(address)
     ]
+    loaded = ctx.a.station.loaded
+    declared = loaded.backend.probe(loaded.config()).details.get("listens")
+    if open_wide and declared:
+        raise NotSupported(f"declared: it listens on {declared}")
     ctx.expect(not open_wide, f"listens where other hosts can reach it: {open_wide}")
 
 

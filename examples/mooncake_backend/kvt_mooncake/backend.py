@@ -86,7 +86,7 @@ class MooncakeBackend(Backend):
         del config
         if importlib.util.find_spec("mooncake") is None:
             return Probe(False, "the Python package mooncake is not installed", INFO.install_hint)
-        return Probe(True)
+        return Probe(True, details={"listens": "every interface"})
 
     @classmethod
     def capabilities(cls, config: MooncakeConfig) -> Capabilities:

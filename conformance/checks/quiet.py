@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtransport.errors import KVTransportError
-from kvtransport_conformance.context import CheckFailed, Ranges
+from kvtransport_conformance.context import LATE_S, CheckFailed, Ranges
 from kvtransport_conformance.patterns import Expected, Pattern
+from kvtransport_conformance.sides import LocalSide
 
 if TYPE_CHECKING:
     from kvtransport_conformance.context import Context, Scene
@@ -30,7 +31,13 @@ def catch_in_flight(scene: Scene, op: str, size: int, parts: int = 16) -> int | 
 
 
 def stays_as_filled(ctx: Context, sink: Side, when: str, watches: int = 1) -> None:
-    """Give the destination to a new owner at once; his bytes must survive."""
+    """Give the destination to a new owner at once; his bytes must survive.
+
+    Where writes are declared to end locally nobody may do that with the target's
+    memory, so there the new owner comes ``LATE_S`` later.
+    """
+    if not ctx.supports("completion") and not isinstance(sink, LocalSide):
+        ctx.pause(LATE_S)
     sink.fill("dst", REUSED.wire())
     ctx.pause(watches * ctx.settings.watch_s)
     wrong = sink.mismatch("dst", Expected(REUSED).wire())

@@ -91,9 +91,11 @@ def test_can_start_again_on_the_same_port_after_a_kill(tmp_path):
 def test_ends_when_its_starter_ends(tmp_path, end):
     (port,) = free_ports(1)
     starter = textwrap.dedent(f"""
-        import sys, time
+        import signal, sys, time
         from pathlib import Path
         from kvtransport_vllm.launch import Service, wait_ready
+        # A shell's background job, which these tests may be, inherits SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         server = Service("s", [sys.executable, "-c", {SERVER!r}, "{port}"], port={port},
                          log=Path({str(tmp_path / "log")!r}), health="/", grace_s=2).start()
         wait_ready([server], timeout_s=20)

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from support import stopping
 
 from kvtransport_vllm.router.config import EngineSpec
 from kvtransport_vllm.router.engines import Engine, State
@@ -198,7 +199,7 @@ def test_a_frozen_decode_gives_its_requests_back(start):
     router = start.cluster(1, 2, "--limit", "probe-timeout=0.2")
     first = router.chat(headers=CONVERSATION).headers["x-kvt-decode"]
     frozen = next(e for e in router.decodes if e.name == first)
-    frozen.process.send_signal(signal.SIGSTOP)
+    stopping.send(frozen.process.pid, signal.SIGSTOP)
     # Its own deadline is minutes away; the probes find out.
     reply = router.chat(headers=CONVERSATION)
     frozen.process.send_signal(signal.SIGCONT)

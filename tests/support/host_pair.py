@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support import stopping
 from support.host_peer import pattern
 
 from kvtransport.agent import Agent
@@ -81,7 +82,7 @@ class Remote:
 
     def freeze(self) -> None:
         """Stop the process, and return once each of its threads really has."""
-        self.process.send_signal(signal.SIGSTOP)
+        stopping.send(self.process.pid, signal.SIGSTOP)
         self.stopped = True
         tasks = Path(f"/proc/{self.process.pid}/task")
         end = time.monotonic() + _ANSWER_S

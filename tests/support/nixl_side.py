@@ -6,7 +6,6 @@ import base64
 import hashlib
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support import stopping
 from support.nixl_peer import pattern
 
 from kvtransport.backend import Blocks, Completion, Event, Notification, Op, PeerDown, RegionSpec
@@ -68,7 +68,7 @@ class There:
         return self.ask("digest", region=region, start=start, stop=stop)["digest"]
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        stopping.send(self.pid, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

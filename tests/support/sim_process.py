@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support import stopping
+
 _START_S = 90.0
 _ANSWER_S = 60.0
 
@@ -51,7 +53,7 @@ class RemoteSim:
         return answer
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        stopping.send(self.pid, number)
 
     def kill(self) -> None:
         if self._process.poll() is None:

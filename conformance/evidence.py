@@ -113,8 +113,8 @@ def _fakes(facts: Mapping[str, Any], devices: Sequence[Mapping[str, str]]) -> li
 
 def _shims(preload: str) -> str:
     """What is preloaded besides memory allocators and OpenMP, which imitate no device."""
-    libraries = preload.replace(":", " ").split()
-    return " ".join(lib for lib in libraries if not PurePath(lib).name.startswith(_HARMLESS))
+    names = [PurePath(library).name for library in preload.replace(":", " ").split()]
+    return " ".join(name for name in names if not name.startswith(_HARMLESS))
 
 
 def _nics_used(

@@ -40,6 +40,15 @@ _LOOKUP_OUTCOMES = {
 
 PEER_STATES = ("connecting", "not_ready", "connected", "incompatible", "down")
 
+_LEDGER_SERIES = {
+    purpose.inserted: series("kvtransport_holdings_added_total", purpose=purpose.value)
+    for purpose in Purpose
+} | {
+    refusal.refused: series("kvtransport_holdings_refused_total", reason=refusal.value)
+    for refusal in Refusal
+}
+"""The ledger's own counters that are exported by how much they have grown."""
+
 _BEGINNING_TOKENS = 64
 
 _GAUGES_S = 1.0
@@ -174,19 +183,12 @@ class Telemetry:
                     reason=item.reason.value,
                 )
             )
-        for purpose in Purpose:
-            key = series("kvtransport_holdings_added_total", purpose=purpose.value)
-            self._count_ledger(purpose.inserted, key)
-        for refusal in Refusal:
-            key = series("kvtransport_holdings_refused_total", reason=refusal.value)
-            self._count_ledger(refusal.refused, key)
-
-    def _count_ledger(self, counter: str, key: str) -> None:
-        """Count by how much the ledger's own counter has grown."""
-        total = self._engine.ledger.counters[counter]
-        if grown := total - self._ledger_seen[counter]:
-            self._ledger_seen[counter] = total
-            self._stats.count(key, grown)
+        counters = self._engine.ledger.counters
+        for counter, key in _LEDGER_SERIES.items():
+            total = counters[counter]
+            if grown := total - self._ledger_seen[counter]:
+                self._ledger_seen[counter] = total
+                self._stats.count(key, grown)
 
     def _gauges(self) -> None:
         engine = self._engine

@@ -141,7 +141,7 @@ def timeout_keeps_memory_pinned(ctx: Context) -> None:
     why="vllm#56104, pegaflow#403, vllm-omni#6264: blocks were reused while data still landed",
 )  # fmt: skip
 def failure_after_quiesce(ctx: Context) -> None:
-    """After FAILED or CANCELLED nothing of the transfer lands, in any descriptor."""
+    """After a transfer that was given up has ended nothing of it lands, in any descriptor."""
     size = ctx.settings.max_bytes
     ctx.detail["caught"] = _give_up_in_flight(ctx, ctx.scene(size), size)
     if ctx.detail["caught"]:

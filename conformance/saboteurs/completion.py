@@ -54,9 +54,8 @@ class Swallows(BrokenBackend):
         return found
 
 
-@saboteur("CMP-02", "INT-03", "PRF-07", "REG-07", "WR-01", "WR-04")
-class ReportsEarly(Swallows):
-    """Reports large writes as done when they are accepted, long before they are made."""
+class Acknowledges(Swallows):
+    """Base: what ``acknowledge`` gets is reported as done at once, and made ``DELAY_S`` later."""
 
     DELAY_S = 0.05
 
@@ -64,13 +63,10 @@ class ReportsEarly(Swallows):
         super().__init__()
         self._late: deque[tuple[float, Posted]] = deque()
 
-    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
-        if op is Op.WRITE and len(blocks) == 1 and blocks.total_bytes >= 8 * MIB:
-            self._late.append((time.monotonic(), (ticket, op, peer_id, blocks, notify)))
-            self.swallowed.add(ticket)
-            self.extra.append(Completion(ticket))
-            return
-        self.inner.post(ticket, op, peer_id, blocks, notify)
+    def acknowledge(self, posted: Posted, completion: Completion) -> None:
+        self._late.append((time.monotonic(), posted))
+        self.swallowed.add(completion.ticket)
+        self.extra.append(completion)
 
     def poll(self) -> Sequence[Event]:
         while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
@@ -78,29 +74,33 @@ class ReportsEarly(Swallows):
         return super().poll()
 
 
-@saboteur("ORD-03")
-class AcknowledgesTheQueue(Swallows):
-    """Calls a write of 256 KiB done when it is queued behind sixty others."""
+@saboteur("CMP-02", "INT-03", "PRF-07", "REG-07", "WR-01", "WR-04")
+class ReportsEarly(Acknowledges):
+    """Reports large writes as done when they are accepted, long before they are made."""
 
-    DELAY_S = 0.05
+    def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
+        if op is Op.WRITE and len(blocks) == 1 and blocks.total_bytes >= 8 * MIB:
+            self.acknowledge((ticket, op, peer_id, blocks, notify), Completion(ticket))
+            return
+        self.inner.post(ticket, op, peer_id, blocks, notify)
+
+
+@saboteur("ORD-03")
+class AcknowledgesTheQueue(Acknowledges):
+    """Calls a write of 256 KiB done when it is queued behind sixty others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: set[int] = set()
-        self._late: deque[tuple[float, Posted]] = deque()
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         if len(self._open) >= 60 and blocks.total_bytes == MIB // 4:
-            self._late.append((time.monotonic(), (ticket, op, peer_id, blocks, notify)))
-            self.swallowed.add(ticket)
-            self.extra.append(Completion(ticket))
+            self.acknowledge((ticket, op, peer_id, blocks, notify), Completion(ticket))
             return
         self._open.add(ticket)
         self.inner.post(ticket, op, peer_id, blocks, notify)
 
     def poll(self) -> Sequence[Event]:
-        while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
-            self.inner.post(*self._late.popleft()[1])
         found = super().poll()
         self._open -= {event.ticket for event in found if isinstance(event, Completion)}
         return found
@@ -179,7 +179,7 @@ class StallsAt128(BrokenBackend):
 
 
 @saboteur("CAN-02", "CMP-06")
-class LiesAboutCancel(Swallows):
+class LiesAboutCancel(Acknowledges):
     """Says that a cancelled transfer is quiet, and its data lands a moment later."""
 
     DELAY_S = 0.15
@@ -187,7 +187,6 @@ class LiesAboutCancel(Swallows):
     def __init__(self) -> None:
         super().__init__()
         self._posted: dict[int, Posted] = {}
-        self._late: deque[tuple[float, Posted]] = deque()
 
     def post(self, ticket: int, op: Op, peer_id: int, blocks: Blocks, notify: bytes | None) -> None:
         self.inner.post(ticket, op, peer_id, blocks, notify)
@@ -196,15 +195,15 @@ class LiesAboutCancel(Swallows):
     def cancel(self, ticket: int) -> None:
         if ticket not in self._posted:
             return
-        self._late.append((time.monotonic(), self._posted.pop(ticket)))
-        self.swallowed.add(ticket)
-        self.extra.append(Completion(ticket, TransferCancelledError("cancelled"), cancelled=True))
+        _, op, peer_id, blocks, _ = self._posted.pop(ticket)
+        # Under a number of its own: the one of the cancelled transfer is in use.
+        self._private += 1
+        self.swallowed.add(self._private)
+        ended = Completion(ticket, TransferCancelledError("cancelled"), cancelled=True)
+        self.acknowledge((self._private, op, peer_id, blocks, None), ended)
         self.inner.cancel(ticket)
 
     def poll(self) -> Sequence[Event]:
-        while self._late and time.monotonic() > self._late[0][0] + self.DELAY_S:
-            _, op, peer_id, blocks, _ = self._late.popleft()[1]
-            self.swallowed.add(self.extra_post(op, peer_id, blocks))
         found = super().poll()
         for event in found:
             if isinstance(event, Completion):

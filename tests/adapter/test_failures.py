@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.sim import BLOCK, Sim, SimPair, reference
+from support.turns import retained, tokens
 
 from kvtransport import errors
 from kvtransport.layers.fault import FaultPlan
 from kvtransport_vllm import outcomes
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1, 250), k=count)
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[SimPair]]:
-    made: list[SimPair] = []
-    yield made
-    for pair in made:
-        pair.close()
-
-
-def retained(pairs: list[SimPair], **p: Any) -> tuple[SimPair, list[int]]:
-    """A pair in which D retains a conversation and P has forgotten it."""
-    pair = SimPair(p=p)
-    pairs.append(pair)
-    prompt = tokens(300)
-    answer, _ = pair.turn(prompt, max_tokens=40)
-    pair.p.empty()
-    return pair, prompt + answer + tokens(30, seed=1)
 
 
 class FailingReads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Iterator
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 from support.sim import Sim, reference
 from support.sim_process import RemoteSim
+from support.turns import tokens
 
 from kvtransport_vllm import outcomes
 from kvtransport_vllm.launch import free_ports
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1, 250), k=count)
 
 
 class Fixture:

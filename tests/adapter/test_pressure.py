@@ -7,10 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.sim import BLOCK, Sim, reference
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(1, 250), k=count)
+from support.turns import tokens
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.sim import BLOCK, Sim, SimPair, reference
+from support.turns import retained, tokens
 
 from kvtransport.errors import ConfigError
 from kvtransport.lease.held import Lookup
@@ -17,30 +16,6 @@ from kvtransport_vllm import outcomes
 from kvtransport_vllm.turn_log import TurnLog
 
 RATES = {"pull_bytes_per_s": 1e9, "compute_step_s": 0.001, "compute_token_s": 1e-4}
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1, 250), k=count)
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[SimPair]]:
-    made: list[SimPair] = []
-    yield made
-    for pair in made:
-        pair.close()
-
-
-def retained(
-    pairs: list[SimPair], d: dict[str, Any] | None = None, **p: Any
-) -> tuple[SimPair, list[int]]:
-    """A pair in which D retains a conversation and P has forgotten it."""
-    pair = SimPair(p=p, d=d)
-    pairs.append(pair)
-    prompt = tokens(300)
-    answer, _ = pair.turn(prompt, max_tokens=40)
-    pair.p.empty()
-    return pair, prompt + answer + tokens(30, seed=1)
 
 
 def under_way(sim: Sim) -> float:

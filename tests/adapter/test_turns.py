@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.sim import BLOCK, SimPair, reference
+from support.turns import tokens
 
 GROUP = 16
 
@@ -17,10 +17,6 @@ def pair() -> Iterator[SimPair]:
     made = SimPair()
     yield made
     made.close()
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1, 250), k=count)
 
 
 def first_turn(pair: SimPair, prompt: list[int], max_tokens: int = 40) -> list[int]:

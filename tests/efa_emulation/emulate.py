@@ -130,11 +130,12 @@ def environment(level: int) -> dict[str, str]:
 
 
 def exec_prefix(side: str, level: int) -> list[str]:
-    """The command that runs what follows it on one side."""
-    return [
-        str(VENV / "bin" / "python"), str(HERE / "emulate.py"),
-        "exec", side, "--level", str(level), "--",
-    ]  # fmt: skip
+    """The command that runs what follows it on one side, from the present folder.
+
+    Relative, because it becomes part of reports, which shall hold anywhere.
+    """
+    python, script = (os.path.relpath(path) for path in (VENV / "bin/python", HERE / "emulate.py"))
+    return [python, script, "exec", side, "--level", str(level), "--"]
 
 
 def require_root() -> None:

@@ -37,7 +37,7 @@ def test_list_and_explain():
     assert "RD-01" in listed.output
     assert "WR-01" not in listed.output
     told = ask("explain", "cmp-06")
-    assert "nothing of the transfer lands" in told.output
+    assert "nothing of it lands" in told.output
     assert "vllm#56104" in told.output
     assert "core in KVT-FAULT" in told.output
 

@@ -206,7 +206,7 @@ def _finish_at_once(original: Any) -> Any:
     return drain
 
 
-@saboteur("CMP-05", "CMP-06", "NTF-04", "NTF-10")
+@saboteur("CMP-05", "CMP-06", "NTF-10", perhaps=["NTF-04"])
 class FreesOnTimeout(BrokenCore):
     """Calls a late transfer ended, and its memory free, while the backend still works."""
 

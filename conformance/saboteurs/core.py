@@ -206,7 +206,7 @@ def _finish_at_once(original: Any) -> Any:
     return drain
 
 
-@saboteur("CMP-05", "CMP-06", "NTF-10", perhaps=["NTF-04"])
+@saboteur("CMP-05", "NTF-10", perhaps=["CMP-06", "NTF-04"])
 class FreesOnTimeout(BrokenCore):
     """Calls a late transfer ended, and its memory free, while the backend still works."""
 
@@ -259,7 +259,7 @@ def _lose_failures(original: Any) -> Any:
     return complete
 
 
-@saboteur("CAN-06", "CMP-05", "INT-04", "MD-09", "MD-11", "NTF-10", "PD-01", "PD-03")
+@saboteur("CAN-06", "CMP-05", "INT-04", "MD-09", "MD-11", "NTF-10", "PD-03", perhaps=["PD-01"])
 class LosesFailures(BrokenCore):
     """Tells nobody that a transfer failed, and looks at no deadline."""
 

@@ -46,7 +46,7 @@ class IgnoresAccess(BrokenBackend):
         self.inner.register(replace(region, access=frozenset({"read", "write"})))
 
 
-@saboteur("CON-06", "SEC-05", config=TCP)
+@saboteur("SEC-05", perhaps=["CON-06"], config=TCP)
 class NeverDeregisters(BrokenBackend):
     """Keeps a region reachable after it was deregistered."""
 

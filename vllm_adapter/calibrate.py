@@ -4,9 +4,10 @@ For each length the decode engine first gets a prompt of its own and retains it;
 then the prefill engine gets the same prompt, which it can only know by pulling,
 and another prompt of that length with reuse switched off, which it has to
 compute.  The prefill engine's answer goes to the decode engine as a router would
-bring it, so nothing stays behind on either.  Rates are fitted to every second
-sample and checked against the others, so the printed error is of a prediction,
-not of a fit.  Traffic of others at the same time is part of what is measured.
+bring it, so nothing stays behind on either.  The printed error is that of a
+prediction, not of a fit: rates fitted to one half of the samples are compared with
+the medians of the other half, and the other way round.  Traffic of others at the
+same time is part of what is measured.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ Observation = tuple[tuple[float, float, float], float]
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
+_SETTLE_S = 0.3
+"""Threads of an engine that has just computed go on spinning (OpenMP's do so for
+0.2 s), which slows down whoever shares its cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pull:
@@ -67,9 +72,21 @@ class Point:
         return len(self.pulls) >= 2
 
     @property
+    def halves(self) -> tuple[list[Pull], list[Pull]]:
+        """Every second pull, so that both halves saw the machine in the same moods."""
+        return self.pulls[::2], self.pulls[1::2]
+
+    @property
     def measured_s(self) -> float:
-        """Median of the pulls that the fit has not seen."""
-        return statistics.median(pull.pull_s for pull in self.pulls[1::2])
+        """Usual time of a pull: the mean (geometric) of both halves' medians."""
+        medians = [statistics.median(pull.pull_s for pull in half) for half in self.halves]
+        return statistics.geometric_mean(medians)
+
+    @property
+    def scatter_s(self) -> tuple[float, float]:
+        """Quartiles of the pulls' times."""
+        lower, upper = np.quantile([pull.pull_s for pull in self.pulls], (0.25, 0.75))
+        return float(lower), float(upper)
 
 
 class EngineClient:
@@ -125,6 +142,7 @@ def measure(prefill: EngineClient, decode: EngineClient, point: Point, rng: rand
     """Add one sample of either way to ``point``."""
     prompt = [rng.randrange(10, 250) for _ in range(point.tokens)]
     decode.complete(prompt)
+    time.sleep(_SETTLE_S)
     began = time.perf_counter()
     handoff = prefill.prefill(prompt)
     leg_s = time.perf_counter() - began
@@ -136,6 +154,7 @@ def measure(prefill: EngineClient, decode: EngineClient, point: Point, rng: rand
     else:
         point.not_pulled[turn["outcome"]] += 1
     fresh = [rng.randrange(10, 250) for _ in range(point.tokens)]
+    time.sleep(_SETTLE_S)
     began = time.perf_counter()
     prefill.complete(fresh, kv_transfer_params={"kvt_reuse": False})
     point.compute_s.append(time.perf_counter() - began)
@@ -148,25 +167,29 @@ def lengths(longest: int) -> list[int]:
 
 def samples_per_round(tokens: int) -> int:
     """Short pulls scatter most and cost least, so there are more of them."""
-    return max(1, min(4, 1024 // tokens))
+    return 2 if tokens < 1024 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was learned, and how far off its predictions are."""
+    """What was learned, and how far off its predictions are.
+
+    ``halves`` are the rates that either half of the pulls alone would give.
+    """
 
     pull: PullRates
+    halves: tuple[PullRates, PullRates]
     compute: ComputeRates
     token_nbytes: float
     descriptors_per_token: float
 
     @classmethod
     def of(cls, points: Sequence[Point]) -> Calibration:
-        """Fit to every second sample of the lengths that were pulled twice or more.
+        """Fit to the medians of each length that was pulled twice or more.
 
-        To the medians of each length: on a busy machine single samples are far
-        apart, and what matters is the usual time.  ``KVTransportError`` when
-        nothing was pulled twice.
+        To medians: on a busy machine single samples are far apart, and what
+        matters is the usual time.  ``KVTransportError`` when nothing was pulled
+        twice.
         """
         usable = [p for p in points if p.enough]
         if not usable:
@@ -176,19 +199,20 @@ class Calibration:
                 " it retain (bidirectional_kv_xfer), and is its recompute policy not never_pull?"
                 f" {reasons}"
             )
-        fixed, descriptor, byte = fit(*_table([_median_pull(p.pulls[::2]) for p in usable]))
-        step, token, pair = fit(
-            *_table(
-                [
-                    ((1.0, float(p.tokens), p.tokens**2 / 2), statistics.median(p.compute_s[::2]))
-                    for p in points
-                    if p.compute_s
-                ]
-            )
+        step, token, pair = _fit(
+            [
+                ((1.0, float(p.tokens), p.tokens**2 / 2), statistics.median(p.compute_s))
+                for p in points
+                if p.compute_s
+            ]
         )
         largest = max(usable, key=lambda p: p.tokens)
         return cls(
-            PullRates(fixed_s=float(fixed), descriptor_s=float(descriptor), byte_s=float(byte)),
+            _pull_rates([p.pulls for p in usable]),
+            (
+                _pull_rates([p.halves[0] for p in usable]),
+                _pull_rates([p.halves[1] for p in usable]),
+            ),
             ComputeRates(
                 step_s=float(step),
                 token_s=float(token),
@@ -200,9 +224,13 @@ class Calibration:
         )
 
     def predict(self, point: Point) -> float:
-        """Seconds of a pull of this length with its usual bytes and descriptors."""
+        """Seconds of a pull of this length with its usual bytes and descriptors.
+
+        What either half of the samples says of the other one, in the mean.
+        """
         (_, descriptors, nbytes), _ = _median_pull(point.pulls)
-        return self.pull.seconds(nbytes=nbytes, descriptors=descriptors)
+        said = [r.seconds(nbytes=nbytes, descriptors=descriptors) for r in self.halves]
+        return statistics.geometric_mean([max(seconds, 1e-9) for seconds in said])
 
     @property
     def break_even(self) -> int | None:
@@ -237,6 +265,7 @@ class Calibration:
             "compute_s": statistics.median(point.compute_s),
             "leg_s": statistics.median(pull.leg_s for pull in point.pulls),
             "measured_s": measured,
+            "quartiles_s": point.scatter_s,
             "predicted_s": predicted,
             "ratio": predicted / measured,
             "descriptors": statistics.median(pull.descriptors for pull in point.pulls),
@@ -279,8 +308,16 @@ def _median_pull(pulls: Sequence[Pull]) -> Observation:
     return (1.0, float(descriptors), float(nbytes)), seconds
 
 
-def _table(rows: Sequence[Observation]) -> tuple[Any, Any]:
-    return np.array([quantities for quantities, _ in rows]), np.array([s for _, s in rows])
+def _pull_rates(pulls: Sequence[Sequence[Pull]]) -> PullRates:
+    """One sequence of pulls per length."""
+    fixed, descriptor, byte = map(float, _fit([_median_pull(length) for length in pulls]))
+    return PullRates(fixed_s=fixed, descriptor_s=descriptor, byte_s=byte)
+
+
+def _fit(rows: Sequence[Observation]) -> Any:
+    """Rates for medians: none of them is an accident, so each has its full say."""
+    quantities = np.array([quantities for quantities, _ in rows])
+    return fit(quantities, np.array([s for _, s in rows]), usual_error=math.inf)
 
 
 @app.command()
@@ -290,9 +327,7 @@ def calibrate(
     decode: Annotated[str, typer.Option(help="The decode engine, http://host:port.")],
     rounds: Annotated[
         int,
-        typer.Option(
-            min=2, help="Samples of the longest prompts; short ones get up to 4 times as many."
-        ),
+        typer.Option(min=2, help="Samples of the longest prompts; short ones get twice as many."),
     ] = 10,
     longest: Annotated[int, typer.Option(min=128, help="Longest prompt in tokens.")] = 4096,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per request.")] = 120.0,
@@ -328,12 +363,20 @@ def calibrate(
 def _show(found: Calibration, points: Sequence[Point], console: Console) -> None:
     report = found.report(points)
     table = Table(title="medians, milliseconds")
-    for column in ("tokens", "compute", "P leg", "pull", "predicted", "predicted/pull"):
+    for column in ("tokens", "compute", "P leg", "pull", "quartiles", "predicted", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["points"]:
-        names = ("compute_s", "leg_s", "measured_s", "predicted_s")
-        times = [f"{1e3 * row[name]:.2f}" for name in names]
-        table.add_row(str(row["tokens"]), *times, f"{row['ratio']:.2f}")
+        compute, leg, pull, predicted, *quartiles = (
+            f"{1e3 * seconds:.2f}"
+            for seconds in (
+                *(row[name] for name in ("compute_s", "leg_s", "measured_s", "predicted_s")),
+                *row["quartiles_s"],
+            )
+        )
+        scatter = "-".join(quartiles)
+        table.add_row(
+            str(row["tokens"]), compute, leg, pull, scatter, predicted, f"{row['ratio']:.2f}"
+        )
     console.print(table)
     for point in (p for p in points if p.not_pulled):
         left_out = "" if point.enough else "; left out"

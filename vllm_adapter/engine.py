@@ -59,6 +59,8 @@ class Engine:
         self.tables = len(kv_cache_config.kv_cache_tensors)
         self.block_nbytes = _page_bytes(kv_cache_config)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
+        # Data-parallel ranks may run their steps together: nobody may dawdle.
+        self.alone = vllm_config.parallel_config.data_parallel_size == 1
         facts = fingerprint(vllm_config, kv_cache_config, group_tokens=config.group_tokens)
         self.identity = EngineIdentity(
             engine_id=str(transfer.engine_id), fingerprint=facts, versions=versions()

@@ -83,7 +83,10 @@ class PullJob:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler side to worker side, once per step."""
+    """Scheduler side to worker side, once per step.
+
+    ``idle``: pulls are all that this engine has to do, so a worker may wait for one.
+    """
 
     pulls: list[PullJob] = field(default_factory=list)
     peers: dict[PeerKey, Mapping[int, bytes]] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class StepMetadata(KVConnectorMetadata):
     renewed: dict[str, float] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     boot_id: str = ""
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

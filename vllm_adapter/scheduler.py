@@ -22,6 +22,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from kvtransport.policy.recompute import PullQuestion
 from kvtransport_vllm import outcomes, params
@@ -269,7 +270,16 @@ class SchedulerSide:
                 if turn.aborted or turn.lease.lost:
                     meta.cancelled.append(turn.request_id)
         self._announce_peers(meta)
+        meta.idle = output.total_num_scheduled_tokens == 0 and self._only_pulls()
         return meta
+
+    def _only_pulls(self) -> bool:
+        """Whether nobody would have to wait for a worker that waits for a pull."""
+        if not self._engine.alone:
+            return False
+        looking = any(turn.phase is Phase.LOOKING for turn in self._turns.values())
+        running = any(r.status is RequestStatus.RUNNING for r in self._live.values())
+        return not looking and not running
 
     def _announce_peers(self, meta: StepMetadata) -> None:
         """Tell workers about engines they don't know yet, before a pull needs them."""

@@ -48,6 +48,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvtransport.vllm.worker")
 
+IDLE_WAIT_S = 0.005
+"""How long a step that has nothing to compute waits for a pull to end.
+
+Without it the pull would be noticed by a later step, and vLLM pauses a
+millisecond between two steps without work.  A request that arrives meanwhile
+waits as long at most.
+"""
+
+_IDLE_PAUSE_S = 50e-6
+
 
 @dataclass(slots=True)
 class KnownPeer:
@@ -97,6 +107,7 @@ class WorkerSide:
         self._pulls: dict[str, ActivePull] = {}
         self._ended: dict[str, PullReport] = {}
         self._unreported: dict[str, PullReport] = {}
+        self._idle = False
 
     @property
     def agent(self) -> Agent:
@@ -158,6 +169,7 @@ class WorkerSide:
         for request_id in meta.cancelled:
             if (pull := self._pulls.get(request_id)) is not None:
                 _cancel(pull)
+        self._idle = meta.idle
 
     def _import(self, key: PeerKey, agents: Mapping[int, bytes]) -> None:
         self._failed_peers.pop(key, None)
@@ -243,6 +255,8 @@ class WorkerSide:
         """(finished, failed) request ids; the failed ones are among the finished."""
         if self._pulls:
             self.agent.poll()
+            if self._idle:
+                self._wait_for_one()
         now = time.monotonic()
         for pull in list(self._pulls.values()):
             if pull.transfer is None:
@@ -255,6 +269,15 @@ class WorkerSide:
         ended, self._ended = self._ended, {}
         self._unreported.update(ended)
         return set(ended), {request_id for request_id, r in ended.items() if r.error}
+
+    def _wait_for_one(self) -> None:
+        """Until a pull has ended or cannot go on by itself, but not for long."""
+        until = time.monotonic() + IDLE_WAIT_S
+        while time.monotonic() < until and not self._ended:
+            if any(pull.transfer is None or pull.transfer.done for pull in self._pulls.values()):
+                return
+            time.sleep(_IDLE_PAUSE_S)
+            self.agent.poll()
 
     def report(self) -> StepReport | None:
         """Details for the scheduler side; call after ``results``, once per step."""

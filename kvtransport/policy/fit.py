@@ -15,18 +15,19 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.float64]
 
-_USUAL = 0.25
-"""Relative error that measurements commonly have."""
+USUAL_ERROR = 0.25
+"""Relative error that single transfers and steps commonly have."""
 
 _ROUNDS = 8
 
 
-def fit(quantities: Rows, seconds: Rows) -> Rows:
+def fit(quantities: Rows, seconds: Rows, *, usual_error: float = USUAL_ERROR) -> Rows:
     """Rates, one per column of ``quantities`` (n x k), for measured ``seconds`` (n).
 
     ``k`` is at most 3 or so: every subset of columns is tried.  With fewer
     samples than columns, or samples all alike, the split between columns is
-    arbitrary, but predictions for similar quantities are good.
+    arbitrary, but predictions for similar quantities are good.  Samples that are
+    off by more than ``usual_error`` count less; ``inf`` takes all as they are.
     """
     columns = quantities.shape[1]
     if not len(seconds):
@@ -37,7 +38,7 @@ def fit(quantities: Rows, seconds: Rows) -> Rows:
         # In proportion to the larger of the two, neither a stall nor a time that
         # is too good to be true gets more than its vote.
         size = np.maximum(seconds, predicted)
-        off = np.log(np.maximum(predicted, 1e-12) / seconds) / _USUAL
+        off = np.log(np.maximum(predicted, 1e-12) / seconds) / usual_error
         rates = _non_negative(quantities / size[:, None], seconds / size, 1.0 / (1.0 + off * off))
         predicted = quantities @ rates
     return rates

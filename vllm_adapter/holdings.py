@@ -106,6 +106,6 @@ class HeldBlocks:
 
     def _free(self, block_ids: BlockIds) -> int:
         # The end of a sequence is evicted before its beginning, as vLLM does.
-        ids = [int(i) for group in block_ids for i in np.flip(group)]
+        ids = [i for group in block_ids for i in np.flip(group).tolist()]
         self.pool.free_blocks(self.pool.blocks[i] for i in ids)
         return len(ids)

@@ -140,7 +140,7 @@ class DigestChain:
     @property
     def tail_tokens(self) -> int:
         """Tokens behind the last full group: 0 .. group_tokens-1."""
-        return self.num_tokens - self.groups * self.group_tokens
+        return len(self.words) // 4 % self.group_tokens
 
     def digest(self, group: int) -> bytes:
         """Digest of the first ``group`` groups; 16 zero bytes for ``group`` 0."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,8 +57,7 @@ class Refusal(_Counted):
     NOT_WORTH = "not_worth"
 
 
-@dataclass(slots=True, eq=False)
-class Holding:
+class Holding(msgspec.Struct, eq=False):
     """Blocks of one token sequence that stay readable.
 
     ``tokens`` is the exact token count, ``chain`` 16 digest bytes per full
@@ -85,13 +85,19 @@ class Holding:
     expires_s: float
     saved_s: float = 0.0
     turns: int = 0
-    leases: int = field(default=0, repr=False)
-    returned: bool = field(default=False, repr=False)
-    ending: DropReason | None = field(default=None, repr=False)
-    node: Node | None = field(default=None, repr=False)
-    timer: int = field(default=0, repr=False)
-    counted: NDArray[np.intp] | None = field(default=None, repr=False)
-    policy_data: object = field(default=None, repr=False)
+    leases: int = 0
+    returned: bool = False
+    ending: DropReason | None = None
+    node: Node | None = None
+    timer: int = 0
+    counted: NDArray[np.intp] | None = None
+    policy_data: Any = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Holding({self.holding_id}, {self.request_id!r}, {self.purpose.name},"
+            f" tokens={self.tokens}, blocks={self.blocks}, leases={self.leases})"
+        )
 
     @property
     def groups(self) -> int:
@@ -122,7 +128,7 @@ class Grant:
     """All tokens of the holding; the reader sees by it where texts part."""
 
 
-class Dropped(NamedTuple):
+class Dropped(msgspec.Struct, frozen=True, eq=False):
     """A holding whose block references must be dropped now, exactly once."""
 
     holding: Holding

@@ -311,7 +311,7 @@ class Ledger:
         if len(rows) != len(sizes):
             raise ConfigError(f"block_ids has {len(rows)} rows, the cache {len(sizes)} KV groups")
         for row, size in zip(rows, sizes, strict=True):
-            if row.ndim != 1 or row.size * size < tokens:
+            if row.ndim != 1 or len(row) * size < tokens:
                 raise ConfigError(
                     f"{row.shape} blocks of {size} tokens do not cover {tokens} tokens"
                 )

@@ -17,7 +17,9 @@ Threading
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from kvtransport.lease.digest import DIGEST_NBYTES as N
 from kvtransport.lease.holding import Holding
@@ -28,23 +30,24 @@ _Ends: TypeAlias = "Holding | dict[int, Holding] | None"
 _WALK = 8
 
 
-class Node:
+class Node(msgspec.Struct, eq=False):
     """Depths ``start`` < d <= ``end`` of ``chain``; ``ends`` are holdings of exactly ``end``.
 
     While it is attached, ``handle`` and ``branch`` are the keys under which the
     index and the parent file it.
     """
 
-    __slots__ = ("branch", "chain", "children", "end", "ends", "handle", "parent", "start")
+    parent: Node | None
+    chain: bytes
+    start: int
+    end: int
+    children: dict[bytes, Node] | None = None
+    ends: _Ends = None
+    handle: bytes = b""
+    branch: bytes = b""
 
-    def __init__(self, parent: Node | None, chain: bytes, start: int, end: int) -> None:
-        self.parent = parent
-        self.chain = chain
-        self.start = start
-        self.end = end
-        self.children: dict[bytes, Node] | None = None
-        self.ends: _Ends = None
-        self.handle = self.branch = b""
+    def __repr__(self) -> str:
+        return f"Node({self.start}, {self.end})"
 
     def name(self) -> None:
         """Set ``handle`` and ``branch`` for the present range."""
@@ -82,7 +85,7 @@ def common_groups(a: bytes, b: bytes, known: int = 0, limit: int | None = None) 
     return low
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """The deepest node that a chain reaches, and how many groups they share.
 
     The depth is 0, with the root, when nothing is shared.  Any change of the

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from kvtransport.errors import ConfigError
 from kvtransport.policy.options import require_range
 from kvtransport.policy.pools import Entry, Pool
 from kvtransport.policy.retention import BudgetOptions, RetentionPolicy
-from kvtransport.policy.returns import ReturnModel, class_of
+from kvtransport.policy.returns import CLASSES, ReturnModel, class_of
 
 if TYPE_CHECKING:
     from kvtransport.lease.holding import Holding
@@ -84,14 +84,15 @@ class RetainByValue(RetentionPolicy):
 
     def victim(self, now: float, claimant: Holding | None, /) -> Holding | None:
         if not self._with_quotas:
-            return _first(self._pools.values(), now, soft_too=claimant is None)
+            pool = self._pools.get("")
+            return pool.victim(now, soft_too=claimant is None) if pool else None
         own = self._pool(claimant) if claimant is not None else None
         seen: list[tuple[float, str]] = []
         found: Holding | None = None
         while found is None and (pool := self._next_by_load(seen)) is not None:
             # Another tenant only loses to a claimant what is over its share.
             if own is None or pool is own or pool.load > max(self._budget, own.load):
-                found = _first([pool], now, soft_too=claimant is None)
+                found = pool.victim(now, soft_too=claimant is None)
         for item in seen:
             heapq.heappush(self._loads, item)
         return found
@@ -102,14 +103,14 @@ class RetainByValue(RetentionPolicy):
         pool = self._pool(holding)
         holding.policy_data = entry = self._entry(holding, pool, now)
         pool.blocks += holding.blocks
-        pool.add(entry)
+        pool.add(holding, entry)
         if self._with_quotas:
             self._load_changed(pool)
 
     def removed(self, holding: Holding, /) -> None:
-        entry = _entry_of(holding)
-        pool = entry.pool
-        pool.discard(entry)
+        entry: Entry = holding.policy_data
+        pool = self._pools[entry.pool]
+        pool.discard(holding, entry)
         holding.policy_data = None
         pool.blocks -= holding.blocks
         if not self._with_quotas:
@@ -120,20 +121,20 @@ class RetainByValue(RetentionPolicy):
             del self._pools[pool.name]
 
     def pinned(self, holding: Holding, /) -> None:
-        entry = _entry_of(holding)
-        entry.pool.discard(entry)
+        entry: Entry = holding.policy_data
+        self._pools[entry.pool].discard(holding, entry)
 
     def unpinned(self, holding: Holding, now: float, /) -> None:
-        pool = _entry_of(holding).pool
+        pool = self._pools[holding.policy_data.pool]
         holding.policy_data = entry = self._entry(holding, pool, now)
         if holding.returned and self.options.soft_hold_s > 0:
-            pool.add_soft(entry, now + self.options.soft_hold_s)
+            pool.add_soft(holding, entry, now + self.options.soft_hold_s)
         else:
-            pool.add(entry)
+            pool.add(holding, entry)
 
     def admitted(self, holding: Holding, _now: float, /) -> None:
-        entry = _entry_of(holding)
-        entry.pool.harden(entry)
+        entry: Entry = holding.policy_data
+        self._pools[entry.pool].harden(holding, entry)
 
     def returned(self, holding: Holding, age_s: float, /) -> None:
         self.returns.returned(holding.turns, age_s)
@@ -155,30 +156,29 @@ class RetainByValue(RetentionPolicy):
     def _entry(self, holding: Holding, pool: Pool, now: float) -> Entry:
         # A holding that was returned to waits for the turn after that one.
         turns = holding.turns + holding.returned
-        density = _saved_s(holding) / (holding.nbytes or 1)
+        saved_s = holding.saved_s
+        if not 0.0 < saved_s < math.inf:
+            saved_s = holding.tokens * _UNKNOWN_TOKEN_S
+        density = saved_s / (holding.nbytes or 1)
         # The exponent of the square: one queue per factor of 1.4.
-        return Entry(holding, pool, (class_of(turns), math.frexp(density * density)[1]), now)
+        key = CLASSES * math.frexp(density * density)[1] + class_of(turns)
+        return Entry(pool.name, key, density, now)
 
-    def _value(self, entry: Entry, now: float) -> float:
-        """Expected saving in seconds per byte."""
-        holding = entry.holding
-        chance = self.returns.chance(entry.key[0], now - entry.used_s, holding.expires_s - now)
-        return chance * _saved_s(holding) / (holding.nbytes or 1)
+    def _chance(self, holding: Holding, entry: Entry, now: float) -> float:
+        return self.returns.chance(entry.key % CLASSES, now - entry.used_s, holding.expires_s - now)
 
     # -- pools ----------------------------------------------------------------------
 
     def _pool(self, holding: Holding) -> Pool:
-        name = self._pool_name(holding.tenant)
+        name = self._pool_name(holding.tenant) if self._with_quotas else ""
         pool = self._pools.get(name)
         if pool is None:
-            pool = self._pools[name] = Pool(name, self._weight(name), self._value)
+            pool = self._pools[name] = Pool(name, self._weight(name), self._chance)
         return pool
 
     def _pool_name(self, tenant: str) -> str:
         options = self.options
-        if self._with_quotas and (
-            options.default_tenant_quota > 0 or tenant in options.tenant_quotas
-        ):
+        if options.default_tenant_quota > 0 or tenant in options.tenant_quotas:
             # The mark keeps a tenant's name from meaning the pool of all others.
             return "=" + tenant
         return ""
@@ -204,22 +204,3 @@ class RetainByValue(RetentionPolicy):
                 seen.append((load, name))
                 return pool
         return None
-
-
-def _first(pools: Iterable[Pool], now: float, *, soft_too: bool) -> Holding | None:
-    for pool in pools:
-        found = pool.victim(now, soft_too=soft_too)
-        if found is not None:
-            return found
-    return None
-
-
-def _entry_of(holding: Holding) -> Entry:
-    entry = holding.policy_data
-    assert isinstance(entry, Entry)
-    return entry
-
-
-def _saved_s(holding: Holding) -> float:
-    saved = holding.saved_s
-    return saved if 0.0 < saved < math.inf else holding.tokens * _UNKNOWN_TOKEN_S

@@ -31,7 +31,7 @@ _FIRST_S = 0.5
 _BINS = 42
 _PRIOR_HAZARD = 0.04
 _PRIOR_WEIGHT = 8.0
-_REFRESH = 64
+_REFRESH = 256
 
 
 def class_of(turns: int) -> int:
@@ -48,30 +48,36 @@ def position(age_s: float) -> float:
 
 
 class _Class:
-    """Observations and hazards of one class."""
+    """Observations and hazards of one class; ``new`` ones are not among the ``total`` yet."""
 
-    __slots__ = ("_hazard", "_new", "left", "returned", "total")
+    __slots__ = ("_hazard", "_wanted", "left", "new", "returned", "total")
 
     def __init__(self) -> None:
         self.returned = [0.0] * _BINS
         self.left = [0.0] * _BINS
         self.total = 0.0
-        self._new = 0
+        self.new = 0
+        self._wanted = 1
         self._hazard = self._cumulated()
 
     def observe(self, age_s: float, *, returned: bool) -> None:
-        into = self.returned if returned else self.left
-        into[int(position(age_s))] += 1.0
-        self.total += 1.0
-        self._new += 1
+        counts = self.returned if returned else self.left
+        counts[int(position(age_s))] += 1.0
+        self.new += 1
+        if self.new >= self._wanted:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take what was observed into account, and let what is old fade."""
+        self.total += self.new
         if self.total >= MEMORY:
             self.returned = [count / 2 for count in self.returned]
             self.left = [count / 2 for count in self.left]
             self.total /= 2
+        self._hazard = self._cumulated()
+        self.new = 0
         # The first observations count at once, later ones in batches.
-        if self._new >= min(_REFRESH, 1 + self.total / 8):
-            self._new = 0
-            self._hazard = self._cumulated()
+        self._wanted = min(_REFRESH, 1 + int(self.total / 16))
 
     def _cumulated(self) -> list[float]:
         """Cumulated hazard at the lower edge of each bin, and at the end."""
@@ -121,7 +127,7 @@ class ReturnModel:
         names = ("first_turn", "second_turn", "later_turns")
         return {
             name: {
-                "observations": round(known.total, 1),
+                "observations": round(known.total + known.new, 1),
                 "chance_within_ttl": round(self.chance(turns, 0.0, ttl_s), 3),
                 "median_think_s": _median(known.returned),
             }

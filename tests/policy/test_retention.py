@@ -356,6 +356,40 @@ def test_thousands_of_tenants_leave_nothing_behind() -> None:
     assert len(cache.policy._pools) == 0
 
 
+@pytest.mark.parametrize(
+    ("made_s", "read_s"), [((0, 0), (100, 300)), ((0, 300), (400, 400))], ids=["age", "expiry"]
+)
+def test_the_next_in_a_queue_is_priced_for_itself(
+    made_s: tuple[int, int], read_s: tuple[int, int]
+) -> None:
+    """Whatever is remembered of the one before it in the same queue."""
+    cache = Cache("budgeted", soft_hold_s=0.0)
+    events = sorted(
+        [(when, at, cache.retain) for at, when in enumerate(made_s)]
+        + [(when, at, cache.read) for at, when in enumerate(read_s)],
+        key=lambda event: event[0],
+    )
+    texts = [cache.tokens(1) for _ in range(3)]
+    held = {}
+    for when, at, what in events:
+        cache.now = float(when)
+        if what == cache.read:
+            cache.ledger.release(cache.read(texts[at]), delivered=True)
+        else:
+            held[at] = cache.retain(texts[at], saved_s=1.0)
+    cache.now = now = 431.0
+    chance = cache.policy.returns.chance
+    ages = [now - when for when in read_s]
+    least, most = (chance(1, age, made_s[at] + 480.0 - now) for at, age in enumerate(ages))
+    assert least < most
+    saved_s = math.sqrt(least * most) / chance(0, 0.0, 480.0)
+    between = cache.retain(texts[2], saved_s=saved_s)
+    for _ in range(3):
+        cache.ledger.make_room(1)
+    expected = [held[0], between, held[1]]
+    assert ids(cache.dropped()) == [holding.holding_id for holding in expected]
+
+
 # -- think times
 
 

@@ -38,13 +38,20 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvtransport.lease.held import HeldLease
+    from kvtransport.lease.held import HeldLease, Lookup, LookupResult
     from kvtransport_vllm.engine import Engine
     from kvtransport_vllm.meta import PullReport
     from kvtransport_vllm.params import TransferParams
     from kvtransport_vllm.stats import TransportStats
 
 logger = logging.getLogger("kvtransport.vllm.scheduler")
+
+LOOKUP_WAIT_S = 0.002
+"""How long a scheduling step waits in all for the lookups of requests that are new in it.
+
+An answer takes a fraction of a millisecond, but a request that has to ask again
+does so a whole step of the engine later.
+"""
 
 
 class SchedulerSide:
@@ -59,6 +66,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._watermark_blocks = 0
+        self._patience_s = LOOKUP_WAIT_S
         self.telemetry = Telemetry(engine)
 
     def bind(self, pool: BlockPool, watermark_blocks: int) -> None:
@@ -139,7 +147,7 @@ class SchedulerSide:
         """Take the lookup's answer if there is one; whether it is known now."""
         if turn.lookup is None:
             return True
-        result = turn.lookup.poll()
+        result = self._answer(turn, turn.lookup)
         if result is None:
             return False
         turn.lookup = None
@@ -150,6 +158,16 @@ class SchedulerSide:
         if result.lease is None:
             self._settle(turn, self.telemetry.outcome_of_lookup(result))
         return True
+
+    def _answer(self, turn: Turn, lookup: Lookup) -> LookupResult | None:
+        """The lookup's result; new requests may wait for it, once and not for long."""
+        if turn.waited or self._patience_s <= 0:
+            return lookup.poll()
+        turn.waited = True
+        began_s = time.monotonic()
+        result = lookup.wait(self._patience_s)
+        self._patience_s -= time.monotonic() - began_s
+        return result
 
     def _promise(self, turn: Turn) -> tuple[int, bool]:
         lease = turn.lease
@@ -261,6 +279,7 @@ class SchedulerSide:
             self._waiting.pop(request_id, None)
         self._relieve_waiting()
         self._held.sweep()
+        self._patience_s = LOOKUP_WAIT_S
         self._engine.steps.began(output, self._live)
         pulls, self._to_start = self._to_start, []
         meta = StepMetadata(pulls=pulls, boot_id=self._engine.boot_id)

@@ -30,7 +30,8 @@ class Retained:
     def __init__(self, policy: RetentionPolicy, cache_blocks: int, null_block: int | None) -> None:
         self.policy = policy
         self.budget_blocks = policy.budget_blocks(cache_blocks)
-        self.nbytes = 0
+        self._nbytes = 0
+        self._kept = 0
         self._counts = BlockCounts(cache_blocks, null_block)
         self._pinned = BlockCounts(cache_blocks, null_block)
         self._number = 0
@@ -42,6 +43,11 @@ class Retained:
     def blocks(self) -> int:
         """Distinct blocks that retained holdings keep."""
         return self._counts.distinct
+
+    @property
+    def nbytes(self) -> int:
+        """Size of these blocks, at the mean size of a holding's block."""
+        return self._nbytes * self.blocks // self._kept if self._kept else 0
 
     def gauges(self, holdings: int, leases: int) -> Gauges:
         """These numbers beside those of the whole ledger."""
@@ -86,15 +92,17 @@ class Retained:
         """Stop counting the holding; returns how many blocks nobody retains now."""
         self.policy.removed(holding)
         self._number -= 1
-        self.nbytes -= holding.nbytes
+        self._nbytes -= holding.nbytes
         assert holding.counted is not None
+        self._kept -= holding.counted.size
         return self._counts.remove(holding.counted)
 
     def _add(self, holding: Holding, now: float) -> None:
         assert holding.counted is not None
         self._counts.add(holding.counted)
+        self._kept += holding.counted.size
         self._number += 1
-        self.nbytes += holding.nbytes
+        self._nbytes += holding.nbytes
         self.policy.added(holding, now)
 
     def pin(self, holding: Holding) -> None:

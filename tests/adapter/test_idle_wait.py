@@ -6,7 +6,7 @@ import time
 
 import pytest
 from support.sim import Sim, SimPair
-from support.turns import retained, tokens
+from support.turns import Silent, retained, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvtransport.layers.fault import FaultPlan
@@ -14,16 +14,6 @@ from kvtransport_vllm import worker
 from kvtransport_vllm.meta import StepMetadata
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-class Unanswered:
-    """A lookup whose answer is not there yet."""
-
-    def poll(self) -> None:
-        return None
-
-    def cancel(self) -> None:
-        return None
 
 
 def begin(pair: SimPair, prompt: list[int]) -> None:
@@ -62,7 +52,7 @@ def test_a_step_is_not_idle_when_somebody_would_wait(pairs: list[SimPair], other
         pair.p.add("other", tokens(64, seed=9), max_tokens=50)
     if other == "looking":
         pair.p.add("other", prompt, params=PREFILL)
-        pair.p.side._turns["other"].lookup = Unanswered()
+        pair.p.side._turns["other"].lookup = Silent()
     assert not step(pair.p).idle
     pair.p.hold_results = False
     pair.p.abort("other")

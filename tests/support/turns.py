@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 from support.sim import SimPair
+
+
+class Silent:
+    """A lookup that is not answered; keeps for how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        time.sleep(timeout_s)
+
+    def cancel(self) -> None:
+        return None
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -1,0 +1,40 @@
+"""A new request waits a moment for its lookup, so that it need not wait for a whole step."""
+
+from __future__ import annotations
+
+import pytest
+from support.sim import SimPair
+from support.turns import Silent, retained
+
+from kvtransport_vllm import scheduler
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def test_the_first_step_begins_the_pull(
+    pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LOOKUP_WAIT_S", 10.0)
+    pair, prompt = retained(pairs)
+    pair.p.add("turn", prompt, params=PREFILL)
+    meta = pair.p.step().kv_connector_metadata
+    assert [job.request_id for job in meta.pulls] == ["turn"]
+    pair.p.finish("turn")
+
+
+def test_silence_costs_a_step_no_more_than_its_patience_and_a_request_waits_once(
+    pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LOOKUP_WAIT_S", 0.02)
+    pair, prompt = retained(pairs)
+    lookups = {name: Silent() for name in ("one", "two", "three")}
+    for name, lookup in lookups.items():
+        pair.p.add(name, prompt, params=PREFILL)
+        pair.p.side._turns[name].lookup = lookup
+    pair.p.step()
+    assert [lookup.waits for lookup in lookups.values()] == [[0.02], [], []]
+    for _ in range(3):
+        pair.p.step()
+    assert [len(lookup.waits) for lookup in lookups.values()] == [1, 1, 1]
+    for name in lookups:
+        pair.p.abort(name)

@@ -360,22 +360,24 @@ def calibrate(
         _show(found, points, console)
 
 
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
+
+
 def _show(found: Calibration, points: Sequence[Point], console: Console) -> None:
     report = found.report(points)
     table = Table(title="medians, milliseconds")
     for column in ("tokens", "compute", "P leg", "pull", "quartiles", "predicted", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["points"]:
-        compute, leg, pull, predicted, *quartiles = (
-            f"{1e3 * seconds:.2f}"
-            for seconds in (
-                *(row[name] for name in ("compute_s", "leg_s", "measured_s", "predicted_s")),
-                *row["quartiles_s"],
-            )
-        )
-        scatter = "-".join(quartiles)
         table.add_row(
-            str(row["tokens"]), compute, leg, pull, scatter, predicted, f"{row['ratio']:.2f}"
+            str(row["tokens"]),
+            _ms(row["compute_s"]),
+            _ms(row["leg_s"]),
+            _ms(row["measured_s"]),
+            "-".join(map(_ms, row["quartiles_s"])),
+            _ms(row["predicted_s"]),
+            f"{row['ratio']:.2f}",
         )
     console.print(table)
     for point in (p for p in points if p.not_pulled):

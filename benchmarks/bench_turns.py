@@ -1,9 +1,10 @@
 """What reuse saves per turn, ours and vLLM's own NixlConnector, in turn in one run.
 
-Each system is a real 1P1D pair on this machine with a random-weights model.
-For every conversation each system plays the same turns twice, without and with
-reuse of what the decode engine holds, the systems one after the other, so that
-a busy machine slows all alike.  A turn's *P leg* is the prefill engine's whole
+Each system is a real 1P1D pair on this machine with a random-weights model, one
+core per engine.  In every round the pairs are started one after the other and
+play the same conversations twice, without and with reuse of what the decode
+engine holds.  They do not run side by side, because an idle pair may keep cores
+busy: NIXL's progress threads poll.  A turn's *P leg* is the prefill engine's whole
 answer time; time to first token adds the decode engine's first token, which
 only we can measure apart: upstream's handle comes with non-streamed answers.
 
@@ -37,25 +38,29 @@ from kvtransport_vllm.launch import (
     prepare_random_model,
     wait_ready,
 )
+from kvtransport_vllm.launch.engine import usable_cores
 
 UPSTREAM = "NixlConnector"
+Pair = tuple[Engine, Engine]
 PREFILL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass
 class System:
-    """A pair and how its turns are driven."""
+    """A kind of pair, and the seconds that its turns took without and with reuse."""
 
     name: str
-    prefill: Engine
-    decode: Engine
-    upstream: bool
     legs: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     turns: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     pulled: int = 0
 
-    def converse(self, script: Script, *, reuse: bool) -> list[list[int]]:
+    @property
+    def upstream(self) -> bool:
+        return self.name == UPSTREAM
+
+    def converse(self, pair: Pair, script: Script, *, reuse: bool) -> list[list[int]]:
         """Play one conversation; the answers' tokens."""
+        prefill, decode = pair
         salt = f"{script.seed}-{reuse}"  # the two runs share nothing
         history, answers = list(script.system), []
         held: dict[str, Any] = {}
@@ -65,12 +70,12 @@ class System:
             params = PREFILL | (held if self.upstream and reuse else {})
             if not self.upstream:
                 params["kvt_reuse"] = reuse
-            first = self.prefill.complete(
+            first = prefill.complete(
                 history, max_tokens=1, kv_transfer_params=params, cache_salt=salt
             )
             leg = time.perf_counter() - began
             handoff = first["kv_transfer_params"]
-            answer = self.decode.complete(
+            answer = decode.complete(
                 history,
                 max_tokens=script.answer_tokens,
                 kv_transfer_params=handoff,
@@ -108,45 +113,42 @@ def script(seed: int, args: argparse.Namespace) -> Script:
     return Script(seed, text(args.prompt), questions, args.answer)
 
 
-def start(args: argparse.Namespace, stack: ExitStack, logs: Path) -> list[System]:
-    """Start the pairs side by side; ``stack`` ends them."""
-    model = prepare_random_model(
-        RandomModelSpec(layers=args.layers, hidden=args.hidden, max_position=16384)
-    )
+def start(name: str, model: Path, args: argparse.Namespace, stack: ExitStack) -> Pair:
+    """Start a pair; ``stack`` ends it."""
     common = {"prefix_caching": args.prefix_cache == "on", "max_model_len": 16384}
-    systems = []
-    for name in args.systems:
-        if name == UPSTREAM:
-            prefill, decode = upstream_pair(model, logs, common)
-        else:
-            spec = PairSpec(
-                model=model,
-                logs=logs / name,
-                backend=name,
-                common=common,
-                options={"decoder_kv_blocks_ttl": 480},
-            )
-            pair = EnginePair(spec)
-            prefill, decode = pair.prefill, pair.decode
-        for engine in (prefill, decode):
-            stack.callback(engine.start().stop)
-        wait_ready((prefill, decode), timeout_s=400)
-        for engine in (prefill, decode):
-            engine.warm_up()
-        systems.append(System(name, prefill, decode, upstream=name == UPSTREAM))
-    return systems
+    if name == UPSTREAM:
+        engines = upstream_pair(model, args.logs, common)
+    else:
+        spec = PairSpec(
+            model=model,
+            logs=args.logs / name,
+            backend=name,
+            common=common,
+            options={"decoder_kv_blocks_ttl": 480},
+        )
+        pair = EnginePair(spec)
+        engines = pair.prefill, pair.decode
+    for engine in engines:
+        stack.callback(engine.start().stop)
+    wait_ready(engines, timeout_s=400)
+    for engine in engines:
+        engine.warm_up()
+    return engines
 
 
-def upstream_pair(model: Path, logs: Path, common: dict[str, Any]) -> tuple[Engine, Engine]:
+def upstream_pair(model: Path, logs: Path, common: dict[str, Any]) -> Pair:
     """VLLM's own connector with its bi-directional option, over UCX on this host."""
     ports = free_ports(4)
     engines = []
-    for name, port, channel in (("p", ports[0], ports[2]), ("d", ports[1], ports[3])):
+    # On the same cores as our pairs: threads of an unpinned engine fight for all of them.
+    places = zip(("p", "d"), ports[:2], ports[2:], usable_cores(2), strict=True)
+    for name, port, channel, cores in places:
         spec = EngineSpec(
             model=model,
             name=f"{UPSTREAM}-{name}",
             port=port,
             log=logs / f"{UPSTREAM}-{name}.log",
+            cores=cores,
             connector={
                 "kv_connector": UPSTREAM,
                 "kv_role": "kv_both",
@@ -165,15 +167,28 @@ def upstream_pair(model: Path, logs: Path, common: dict[str, Any]) -> tuple[Engi
 
 def measure(systems: list[System], args: argparse.Namespace, console: Console) -> bool:
     """Play all conversations; whether all answers of one conversation are equal."""
-    same = True
+    model = prepare_random_model(
+        RandomModelSpec(layers=args.layers, hidden=args.hidden, max_position=16384)
+    )
+    answers: dict[int, list[list[list[int]]]] = {}
     with Progress(console=console) as progress:
-        task = progress.add_task("conversations", total=args.conversations)
-        for seed in range(args.conversations):
-            played = script(seed, args)
-            answers = [s.converse(played, reuse=r) for s in systems for r in (False, True)]
-            same &= all(a == answers[0] for a in answers)
-            progress.advance(task)
-    return same
+        total = args.rounds * len(systems) * args.conversations
+        task = progress.add_task("conversations", total=total)
+        for at in range(args.rounds):
+            seeds = range(at * args.conversations, (at + 1) * args.conversations)
+            # Each goes first as often as the other.
+            for system in systems if at % 2 == 0 else systems[::-1]:
+                with ExitStack() as stack:
+                    pair = start(system.name, model, args, stack)
+                    # First contact is not what is compared.
+                    System(system.name).converse(pair, script(-1 - at, args), reuse=True)
+                    for seed in seeds:
+                        played = script(seed, args)
+                        for reuse in (False, True):
+                            answer = system.converse(pair, played, reuse=reuse)
+                            answers.setdefault(seed, []).append(answer)
+                        progress.advance(task)
+    return all(one == all_of[0] for all_of in answers.values() for one in all_of)
 
 
 def report(systems: list[System], args: argparse.Namespace, console: Console, same: bool) -> None:
@@ -194,10 +209,14 @@ def report(systems: list[System], args: argparse.Namespace, console: Console, sa
     ours = [s for s in systems if not s.upstream]
     for other in (s for s in systems if s.upstream):
         for mine in ours:
-            legs = statistics.median(
-                a / b for a, b in zip(mine.legs[True], other.legs[True], strict=True)
+            ratios = [
+                statistics.median(a / b for a, b in zip(x[True], y[True], strict=True))
+                for x, y in ((mine.legs, other.legs), (mine.turns, other.turns))
+            ]
+            console.print(
+                f"{mine.name} / {other.name} with reuse, turn by turn:"
+                f" P leg {ratios[0]:.2f}, turn {ratios[1]:.2f}"
             )
-            console.print(f"{mine.name} / {other.name}, P leg with reuse, turn by turn: {legs:.2f}")
     pulled = ", ".join(f"{s.name} {s.pulled}" for s in ours)
     console.print(f"pulled tokens: {pulled}; same answers everywhere: {'yes' if same else 'NO'}")
 
@@ -209,7 +228,8 @@ def main() -> int:
         "--systems", nargs="+", default=["host", UPSTREAM], choices=["host", "cuda", UPSTREAM]
     )
     parser.add_argument("--prefix-cache", choices=["on", "off"], default="off")
-    parser.add_argument("--conversations", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="starts of each pair")
+    parser.add_argument("--conversations", type=int, default=2, help="in each round")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the system prompt")
     parser.add_argument("--answer", type=int, default=64, help="tokens per answer")
@@ -219,9 +239,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the samples here")
     args = parser.parse_args()
     console = Console()
-    with ExitStack() as stack:
-        systems = start(args, stack, args.logs)
-        same = measure(systems, args, console)
+    systems = [System(name) for name in args.systems]
+    same = measure(systems, args, console)
     report(systems, args, console, same)
     if args.json:
         args.json.write_text(

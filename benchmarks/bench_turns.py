@@ -1,7 +1,7 @@
 """What reuse saves per turn, ours and vLLM's own NixlConnector, in turn in one run.
 
-Each system is a real 1P1D pair on this machine with a random-weights model, one
-core per engine.  In every round the pairs are started one after the other and
+Each system is a real 1P1D pair on this machine with a random-weights model, half
+of the cores per engine.  In every round the pairs are started one after the other and
 play the same conversations twice, without and with reuse of what the decode
 engine holds.  They do not run side by side, because an idle pair may keep cores
 busy: NIXL's progress threads poll.  A turn's *P leg* is the prefill engine's whole
@@ -176,7 +176,7 @@ def measure(systems: list[System], args: argparse.Namespace, console: Console) -
         task = progress.add_task("conversations", total=total)
         for at in range(args.rounds):
             seeds = range(at * args.conversations, (at + 1) * args.conversations)
-            # Each goes first as often as the other.
+            # Neither always goes first.
             for system in systems if at % 2 == 0 else systems[::-1]:
                 with ExitStack() as stack:
                     pair = start(system.name, model, args, stack)

@@ -4,10 +4,10 @@ For each length the decode engine first gets a prompt of its own and retains it;
 then the prefill engine gets the same prompt, which it can only know by pulling,
 and another prompt of that length with reuse switched off, which it has to
 compute.  The prefill engine's answer goes to the decode engine as a router would
-bring it, so nothing stays behind on either.  The printed error is that of a
-prediction, not of a fit: rates fitted to one half of the samples are compared with
-the medians of the other half, and the other way round.  Traffic of others at the
-same time is part of what is measured.
+bring it, so nothing stays behind on either.  Besides how well the rates fit, it
+prints how well they predict: rates fitted to one half of the samples are compared
+with the medians of the other half, and the other way round.  Traffic of others at
+the same time is part of what is measured.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ class Point:
 
     @property
     def measured_s(self) -> float:
-        """Usual time of a pull: the mean (geometric) of both halves' medians."""
-        medians = [statistics.median(pull.pull_s for pull in half) for half in self.halves]
-        return statistics.geometric_mean(medians)
+        """Usual time of a pull."""
+        return _usual(self.pulls)
 
     @property
     def scatter_s(self) -> tuple[float, float]:
@@ -224,13 +223,20 @@ class Calibration:
         )
 
     def predict(self, point: Point) -> float:
-        """Seconds of a pull of this length with its usual bytes and descriptors.
+        """Seconds of a pull of this length with its usual bytes and descriptors."""
+        return _seconds(self.pull, point.pulls)
 
-        What either half of the samples says of the other one, in the mean.
+    def held_out(self, point: Point) -> float:
+        """Predicted over measured where rates and median come from different pulls.
+
+        Of the two ways to choose the halves the one that is further from 1.
         """
-        (_, descriptors, nbytes), _ = _median_pull(point.pulls)
-        said = [r.seconds(nbytes=nbytes, descriptors=descriptors) for r in self.halves]
-        return statistics.geometric_mean([max(seconds, 1e-9) for seconds in said])
+        first, second = point.halves
+        return max(
+            _seconds(self.halves[0], second) / _usual(second),
+            _seconds(self.halves[1], first) / _usual(first),
+            key=_distance,
+        )
 
     @property
     def break_even(self) -> int | None:
@@ -268,6 +274,7 @@ class Calibration:
             "quartiles_s": point.scatter_s,
             "predicted_s": predicted,
             "ratio": predicted / measured,
+            "held_out_ratio": self.held_out(point),
             "descriptors": statistics.median(pull.descriptors for pull in point.pulls),
             "bytes": statistics.median(pull.nbytes for pull in point.pulls),
         }
@@ -278,6 +285,7 @@ class Calibration:
         return {
             "break_even_tokens": self.break_even,
             "worst_ratio": max((row["ratio"] for row in rows), key=_distance),
+            "worst_held_out_ratio": max((row["held_out_ratio"] for row in rows), key=_distance),
             "token_nbytes": self.token_nbytes,
             "descriptors_per_token": self.descriptors_per_token,
             "recompute_config": self.config(),
@@ -304,8 +312,17 @@ def _distance(ratio: float) -> float:
 def _median_pull(pulls: Sequence[Pull]) -> Observation:
     descriptors = statistics.median(pull.descriptors for pull in pulls)
     nbytes = statistics.median(pull.nbytes for pull in pulls)
-    seconds = statistics.median(pull.pull_s for pull in pulls)
-    return (1.0, float(descriptors), float(nbytes)), seconds
+    return (1.0, float(descriptors), float(nbytes)), _usual(pulls)
+
+
+def _usual(pulls: Sequence[Pull]) -> float:
+    return statistics.median(pull.pull_s for pull in pulls)
+
+
+def _seconds(rates: PullRates, pulls: Sequence[Pull]) -> float:
+    """What ``rates`` say of pulls with these bytes and descriptors."""
+    (_, descriptors, nbytes), _ = _median_pull(pulls)
+    return rates.seconds(nbytes=nbytes, descriptors=descriptors)
 
 
 def _pull_rates(pulls: Sequence[Sequence[Pull]]) -> PullRates:
@@ -367,7 +384,16 @@ def _ms(seconds: float) -> str:
 def _show(found: Calibration, points: Sequence[Point], console: Console) -> None:
     report = found.report(points)
     table = Table(title="medians, milliseconds")
-    for column in ("tokens", "compute", "P leg", "pull", "quartiles", "predicted", "ratio"):
+    for column in (
+        "tokens",
+        "compute",
+        "P leg",
+        "pull",
+        "quartiles",
+        "predicted",
+        "ratio",
+        "held out",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for row in report["points"]:
         table.add_row(
@@ -378,6 +404,7 @@ def _show(found: Calibration, points: Sequence[Point], console: Console) -> None
             "-".join(map(_ms, row["quartiles_s"])),
             _ms(row["predicted_s"]),
             f"{row['ratio']:.2f}",
+            f"{row['held_out_ratio']:.2f}",
         )
     console.print(table)
     for point in (p for p in points if p.not_pulled):
@@ -393,7 +420,10 @@ def _show(found: Calibration, points: Sequence[Point], console: Console) -> None
         f"compute: {1e3 * found.compute.step_s:.2f} ms + {1e6 * found.compute.token_s:.2f} us per"
         f" token + {1e9 * found.compute.pair_s:.3f} ns per pair of tokens"
     )
-    console.print(f"predicted / measured pull, furthest from 1: {report['worst_ratio']:.2f}")
+    console.print(
+        f"predicted / measured pull, furthest from 1: {report['worst_ratio']:.2f};"
+        f" of pulls held out of the fit: {report['worst_held_out_ratio']:.2f}"
+    )
     even = found.break_even
     answer = "never, within a million tokens" if even is None else f"{even} tokens"
     console.print(f"[bold]break-even: {answer}[/bold] beyond the local hit, on an idle engine")

@@ -66,7 +66,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._watermark_blocks = 0
-        self._patience_s = LOOKUP_WAIT_S
+        self._patience_s = self._patience()
         self.telemetry = Telemetry(engine)
 
     def bind(self, pool: BlockPool, watermark_blocks: int) -> None:
@@ -160,10 +160,10 @@ class SchedulerSide:
         return True
 
     def _answer(self, turn: Turn, lookup: Lookup) -> LookupResult | None:
-        """The lookup's result; new requests may wait for it, once and not for long."""
-        if turn.waited or self._patience_s <= 0:
+        """The lookup's result; a new request may wait for it, not for long."""
+        new, turn.asked = not turn.asked, True
+        if not new or self._patience_s <= 0:
             return lookup.poll()
-        turn.waited = True
         began_s = time.monotonic()
         result = lookup.wait(self._patience_s)
         self._patience_s -= time.monotonic() - began_s
@@ -279,26 +279,33 @@ class SchedulerSide:
             self._waiting.pop(request_id, None)
         self._relieve_waiting()
         self._held.sweep()
-        self._patience_s = LOOKUP_WAIT_S
-        self._engine.steps.began(output, self._live)
+        self._patience_s = self._patience()
         pulls, self._to_start = self._to_start, []
         meta = StepMetadata(pulls=pulls, boot_id=self._engine.boot_id)
+        meta.idle = output.total_num_scheduled_tokens == 0 and self._only_pulls()
         for turn in self._turns.values():
             if turn.phase is Phase.LOADING and turn.lease is not None:
                 meta.renewed[turn.request_id] = turn.lease.deadline
                 if turn.aborted or turn.lease.lost:
                     meta.cancelled.append(turn.request_id)
+        self._engine.steps.began(output, self._live, pulling=bool(meta.renewed))
         self._announce_peers(meta)
-        meta.idle = output.total_num_scheduled_tokens == 0 and self._only_pulls()
         return meta
 
     def _only_pulls(self) -> bool:
-        """Whether nobody would have to wait for a worker that waits for a pull."""
-        if not self._engine.alone:
-            return False
-        looking = any(turn.phase is Phase.LOOKING for turn in self._turns.values())
-        running = any(r.status is RequestStatus.RUNNING for r in self._live.values())
-        return not looking and not running
+        """Whether nobody would have to wait for a worker that waits for a pull.
+
+        Asked before the step counts as being in flight.  With asynchronous
+        scheduling one before it may be, which would keep its news to itself.
+        """
+        return (
+            self._engine.alone
+            and not self._engine.steps.awaited
+            and all(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self._live.values())
+        )
+
+    def _patience(self) -> float:
+        return LOOKUP_WAIT_S if self._engine.alone else 0.0
 
     def _announce_peers(self, meta: StepMetadata) -> None:
         """Tell workers about engines they don't know yet, before a pull needs them."""

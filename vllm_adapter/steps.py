@@ -26,13 +26,17 @@ _MOST_IN_FLIGHT = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A planned step; ``prefill`` when some request computes more than one token."""
+    """A planned step; ``prefill`` when some request computes more than one token.
+
+    ``pulling`` when a pull was under way, so that its output may tell of an end.
+    """
 
     began_s: float
     tokens: int
     context_tokens: int
     attention_pairs: float
     prefill: bool
+    pulling: bool
 
 
 class StepClock:
@@ -45,7 +49,14 @@ class StepClock:
         self.requests = 0
         """Requests in the latest step."""
 
-    def began(self, output: SchedulerOutput, live: dict[str, Request]) -> None:
+    @property
+    def awaited(self) -> bool:
+        """Whether a step in flight computes something or may end a pull."""
+        return any(step.tokens or step.pulling for step in self._in_flight)
+
+    def began(
+        self, output: SchedulerOutput, live: dict[str, Request], *, pulling: bool = False
+    ) -> None:
         """A step was planned; ``num_computed_tokens`` are still those before it."""
         scheduled = output.num_scheduled_tokens
         self.requests = len(scheduled)
@@ -58,7 +69,14 @@ class StepClock:
                 pairs += count * (computed + count / 2)
                 prefill = prefill or count > 1
         self._in_flight.append(
-            Step(time.monotonic(), output.total_num_scheduled_tokens, context, pairs, prefill)
+            Step(
+                time.monotonic(),
+                output.total_num_scheduled_tokens,
+                context,
+                pairs,
+                prefill,
+                pulling,
+            )
         )
 
     def ended(self) -> float | None:

@@ -51,8 +51,8 @@ class Turn:
     """The router's name for it; empty when it gave none."""
     chain: DigestChain | None = None
     lookup: Lookup | None = None
-    waited: bool = False
-    """Whether a step of the scheduler has waited for the lookup."""
+    asked: bool = False
+    """Whether a step of the scheduler has asked for the lookup's answer."""
     lease: HeldLease | None = None
     outcome: str = ""
     lookup_s: float = math.nan

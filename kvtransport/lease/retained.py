@@ -46,7 +46,7 @@ class Retained:
 
     @property
     def nbytes(self) -> int:
-        """Size of these blocks, at the mean size of a holding's block."""
+        """Size of these blocks, at the mean size of all holdings' blocks."""
         return self._nbytes * self.blocks // self._kept if self._kept else 0
 
     def gauges(self, holdings: int, leases: int) -> Gauges:
@@ -94,13 +94,13 @@ class Retained:
         self._number -= 1
         self._nbytes -= holding.nbytes
         assert holding.counted is not None
-        self._kept -= holding.counted.size
+        self._kept -= holding.blocks
         return self._counts.remove(holding.counted)
 
     def _add(self, holding: Holding, now: float) -> None:
         assert holding.counted is not None
         self._counts.add(holding.counted)
-        self._kept += holding.counted.size
+        self._kept += holding.blocks
         self._number += 1
         self._nbytes += holding.nbytes
         self.policy.added(holding, now)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 from support.sim import Sim, SimPair
 from support.turns import Silent, retained, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from kvtransport.layers.fault import FaultPlan
 from kvtransport_vllm import worker
@@ -41,36 +43,75 @@ def test_a_step_with_nothing_but_a_pull_is_idle(pairs: list[SimPair]) -> None:
     pair.p.finish("turn")
 
 
-@pytest.mark.parametrize("other", ["computing", "looking", "data parallel"])
-def test_a_step_is_not_idle_when_somebody_would_wait(pairs: list[SimPair], other: str) -> None:
-    pair, prompt = retained(pairs)
-    if other == "data parallel":
-        pair.p.side._engine.alone = False
-    begin(pair, prompt)
-    pair.p.hold_results = True
-    if other == "computing":
-        pair.p.add("other", tokens(64, seed=9), max_tokens=50)
-    if other == "looking":
-        pair.p.add("other", prompt, params=PREFILL)
-        pair.p.side._turns["other"].lookup = Silent()
-    assert not step(pair.p).idle
-    pair.p.hold_results = False
-    pair.p.abort("other")
-    pair.p.finish("turn")
+def plan(sim: Sim) -> StepMetadata:
+    """A step that nothing is scheduled in and whose output is not processed yet."""
+    meta = sim.side.build_connector_meta(SchedulerOutput.make_empty())
+    assert isinstance(meta, StepMetadata)
+    return meta
 
 
-def test_a_running_request_that_this_step_leaves_out_is_not_delayed(pairs: list[SimPair]) -> None:
-    """With asynchronous scheduling its last step may not have been processed yet."""
+@pytest.fixture
+def loading(pairs: list[SimPair]) -> Iterator[Sim]:
+    """A prefill engine that pulls and does nothing else."""
     pair, prompt = retained(pairs)
     begin(pair, prompt)
     pair.p.hold_results = True
-    pair.p.add("other", tokens(64, seed=9), max_tokens=50)
     pair.p.step()
-    assert not pair.p.side.build_connector_meta(SchedulerOutput.make_empty()).idle
-    pair.p.abort("other")
-    assert pair.p.side.build_connector_meta(SchedulerOutput.make_empty()).idle
+    yield pair.p
     pair.p.hold_results = False
     pair.p.finish("turn")
+
+
+def test_a_step_that_computes_is_not_idle(loading: Sim) -> None:
+    loading.add("other", tokens(64, seed=9), max_tokens=50)
+    assert not step(loading).idle
+    loading.abort("other")
+    assert step(loading).idle
+
+
+@pytest.mark.parametrize(
+    "status",
+    [status for status in RequestStatus if not RequestStatus.is_finished(status)],
+    ids=lambda status: status.name.lower(),
+)
+def test_a_step_is_idle_only_if_all_requests_are_being_pulled(
+    loading: Sim, status: RequestStatus
+) -> None:
+    """Whatever another one waits for, the next step may have it."""
+    other = loading.add("other", tokens(64, seed=9), max_tokens=50)
+    other.status = status
+    assert plan(loading).idle == (status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    loading.side.step_ended()
+    other.status = RequestStatus.WAITING
+    loading.abort("other")
+
+
+def test_a_request_that_is_looked_up_keeps_a_step_from_being_idle(loading: Sim) -> None:
+    loading.add("other", tokens(64, seed=9), params=PREFILL)
+    loading.side._turns["other"].lookup = Silent()
+    assert not step(loading).idle
+    loading.abort("other")
+
+
+def test_data_parallel_ranks_do_not_keep_each_other_waiting(loading: Sim) -> None:
+    loading.side._engine.alone = False
+    assert not plan(loading).idle
+    loading.side.step_ended()
+    loading.side._engine.alone = True
+    assert plan(loading).idle
+    loading.side.step_ended()
+
+
+def test_no_step_waits_while_another_one_may_have_news(loading: Sim) -> None:
+    """With asynchronous scheduling a pull's end would wait for the wait behind it."""
+    assert plan(loading).idle
+    assert not plan(loading).idle
+    loading.side.step_ended()
+    assert not plan(loading).idle
+    for _ in range(2):
+        loading.side.step_ended()
+    assert plan(loading).idle
+    loading.side.step_ended()
 
 
 @pytest.mark.parametrize("idle", [True, False])

@@ -28,13 +28,29 @@ def test_silence_costs_a_step_no_more_than_its_patience_and_a_request_waits_once
     monkeypatch.setattr(scheduler, "LOOKUP_WAIT_S", 0.02)
     pair, prompt = retained(pairs)
     lookups = {name: Silent() for name in ("one", "two", "three")}
-    for name, lookup in lookups.items():
+
+    def arrive(name: str) -> None:
         pair.p.add(name, prompt, params=PREFILL)
-        pair.p.side._turns[name].lookup = lookup
+        pair.p.side._turns[name].lookup = lookups[name]
+
+    arrive("one")
+    arrive("two")
+    pair.p.step()
     pair.p.step()
     assert [lookup.waits for lookup in lookups.values()] == [[0.02], [], []]
-    for _ in range(3):
-        pair.p.step()
-    assert [len(lookup.waits) for lookup in lookups.values()] == [1, 1, 1]
+    arrive("three")
+    pair.p.step()
+    assert [lookup.waits for lookup in lookups.values()] == [[0.02], [], [0.02]]
     for name in lookups:
         pair.p.abort(name)
+
+
+def test_data_parallel_ranks_do_not_wait_for_lookups(pairs: list[SimPair]) -> None:
+    pair, prompt = retained(pairs)
+    pair.p.side._engine.alone = False
+    pair.p.step()  # the next step begins with the patience that this one leaves
+    pair.p.add("turn", prompt, params=PREFILL)
+    lookup = pair.p.side._turns["turn"].lookup = Silent()
+    pair.p.step()
+    assert lookup.waits == []
+    pair.p.abort("turn")

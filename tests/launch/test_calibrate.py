@@ -104,18 +104,18 @@ def test_the_report_is_json_and_names_the_worst_prediction():
     assert (row["tokens"], row["descriptors"], row["bytes"]) == (512, 8, 512 * TOKEN_NBYTES)
 
 
-def test_a_prediction_comes_from_pulls_other_than_those_it_is_compared_with():
-    """Times that scatter without any order are fitted well and predicted badly."""
-    measured = points(pulls=2)
+def test_the_held_out_ratio_is_of_pulls_that_were_not_fitted_to():
+    measured = points()
+    # Every second pull is slower, three times for one length.
     for number, one in enumerate(measured):
-        # 4 times as long in one half, by turns: medians of either half zigzag.
-        slow = one.pulls[number % 2]
-        one.pulls[number % 2] = Pull(0.02, 4 * slow.pull_s, slow.descriptors, slow.nbytes)
-    found = Calibration.of(measured)
-    for mine, other in ((0, 1), (1, 0)):
-        one = measured[0]
-        said = found.halves[mine].seconds(nbytes=one.pulls[0].nbytes, descriptors=8)
-        assert not 0.5 < said / one.pulls[other].pull_s < 2
+        times = 3 if number == 1 else 2
+        one.pulls[1::2] = [
+            Pull(p.leg_s, times * p.pull_s, p.descriptors, p.nbytes) for p in one.pulls[1::2]
+        ]
+    report = Calibration.of(measured).report(measured)
+    assert report["worst_held_out_ratio"] == pytest.approx(1 / 3, rel=0.05)
+    assert not 0.6 < report["points"][0]["held_out_ratio"] < 1.6
+    assert all(0.7 < row["ratio"] < 1.4 for row in report["points"])
 
 
 def test_the_printed_configuration_starts_the_cost_model():

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -383,7 +384,7 @@ def _ms(seconds: float) -> str:
 
 def _show(found: Calibration, points: Sequence[Point], console: Console) -> None:
     report = found.report(points)
-    table = Table(title="medians, milliseconds")
+    table = Table(title="medians, milliseconds", box=box.SIMPLE_HEAD)
     for column in (
         "tokens",
         "compute",

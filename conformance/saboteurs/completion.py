@@ -211,7 +211,9 @@ class LiesAboutCancel(Acknowledges):
         return found
 
 
-@saboteur("CAN-01", "CAN-02", "CAN-06", "CMP-06", "CMP-10", "CON-07", "NTF-04", perhaps=["CAN-04"])
+@saboteur(
+    "CAN-01", "CAN-02", "CAN-06", "CMP-10", "CON-07", "NTF-04", perhaps=["CAN-04", "CMP-06"]
+)  # fmt: skip
 class HangsOnCancel(Swallows):
     """Never reports the end of a cancelled transfer."""
 

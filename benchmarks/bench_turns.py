@@ -4,7 +4,7 @@ Each system is a real 1P1D pair on this machine with a random-weights model, hal
 of the cores per engine.  In every round the pairs are started one after the other and
 play the same conversations twice, without and with reuse of what the decode
 engine holds.  They do not run side by side, because an idle pair may keep cores
-busy: NIXL's progress threads poll.  A turn's *P leg* is the prefill engine's whole
+busy with threads that poll.  A turn's *P leg* is the prefill engine's whole
 answer time; time to first token adds the decode engine's first token, which
 only we can measure apart: upstream's handle comes with non-streamed answers.
 
@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,30 +166,37 @@ def upstream_pair(model: Path, logs: Path, common: dict[str, Any]) -> Pair:
     return engines[0], engines[1]
 
 
+def play(
+    system: System, model: Path, seeds: range, args: argparse.Namespace
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """Start the system's pair and play; seed and answers of each conversation, as they end."""
+    with ExitStack() as stack:
+        pair = start(system.name, model, args, stack)
+        # First contact is not what is compared.
+        System(system.name).converse(pair, script(-1 - seeds.start, args), reuse=True)
+        for seed in seeds:
+            for reuse in (False, True):
+                yield seed, system.converse(pair, script(seed, args), reuse=reuse)
+
+
 def measure(systems: list[System], args: argparse.Namespace, console: Console) -> bool:
     """Play all conversations; whether all answers of one conversation are equal."""
     model = prepare_random_model(
         RandomModelSpec(layers=args.layers, hidden=args.hidden, max_position=16384)
     )
-    answers: dict[int, list[list[list[int]]]] = {}
+    first: dict[int, list[list[int]]] = {}
+    same = True
     with Progress(console=console) as progress:
-        total = args.rounds * len(systems) * args.conversations
+        total = 2 * args.rounds * len(systems) * args.conversations
         task = progress.add_task("conversations", total=total)
         for at in range(args.rounds):
             seeds = range(at * args.conversations, (at + 1) * args.conversations)
             # Neither always goes first.
             for system in systems if at % 2 == 0 else systems[::-1]:
-                with ExitStack() as stack:
-                    pair = start(system.name, model, args, stack)
-                    # First contact is not what is compared.
-                    System(system.name).converse(pair, script(-1 - at, args), reuse=True)
-                    for seed in seeds:
-                        played = script(seed, args)
-                        for reuse in (False, True):
-                            answer = system.converse(pair, played, reuse=reuse)
-                            answers.setdefault(seed, []).append(answer)
-                        progress.advance(task)
-    return all(one == all_of[0] for all_of in answers.values() for one in all_of)
+                for seed, answers in play(system, model, seeds, args):
+                    same &= answers == first.setdefault(seed, answers)
+                    progress.advance(task)
+    return same
 
 
 def report(systems: list[System], args: argparse.Namespace, console: Console, same: bool) -> None:

@@ -166,7 +166,7 @@ def lengths(longest: int) -> list[int]:
 
 
 def samples_per_round(tokens: int) -> int:
-    """Short pulls scatter most and cost least, so there are more of them."""
+    """Short prompts cost least, so there are more of them."""
     return 2 if tokens < 1024 else 1
 
 

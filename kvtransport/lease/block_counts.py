@@ -10,11 +10,11 @@ from kvtransport.lease.runs import BlockIds
 
 Positions = NDArray[np.intp]
 
-# Made once: numpy takes longer to look up a type than to use it.
+# Made once, so that numpy need not look the types up.
 _UNSIGNED = np.dtype(np.uint32)
 _POSITION = np.dtype(np.intp)
 
-# To add ones of the same number is three times as fast as to add one of them.
+# Adding as many ones as there are counts is faster than adding a single one to all.
 _ONES = np.ones(4096, dtype=np.int32)
 
 

@@ -41,8 +41,7 @@ class Entry(msgspec.Struct, gc=False):
     """A holding's place in its pool; its ``policy_data``.
 
     ``density`` is what its return would save, in seconds per byte; ``used_s`` is
-    when its idle time began.  ``queued`` while it may be given up, ``soft``
-    while that is the last thing to do, until ``soft_until_s``.
+    when its idle time began.  Until ``soft_until_s`` it is soft, if it is that at all.
 
     Numbers and names only: a hundred thousand of these are nothing that the
     garbage collector has to visit.
@@ -52,8 +51,6 @@ class Entry(msgspec.Struct, gc=False):
     key: Key
     density: float
     used_s: float
-    queued: bool = False
-    soft: bool = False
     soft_until_s: float = 0.0
 
 
@@ -101,31 +98,25 @@ class Pool:
             queue = self._queues[entry.key] = OrderedDict()
             self._changed.add(entry.key)
         queue[holding.holding_id] = holding
-        entry.queued = True
 
     def add_soft(self, holding: Holding, entry: Entry, until_s: float) -> None:
         """May be given up only when nothing else is left, until then."""
         self._soft[holding.holding_id] = holding
-        entry.queued = entry.soft = True
         entry.soft_until_s = until_s
 
     def harden(self, holding: Holding, entry: Entry) -> None:
         """A soft holding may be given up in its turn again."""
-        if entry.soft:
-            self.discard(holding, entry)
+        if self._soft.pop(holding.holding_id, None) is not None:
             self.add(holding, entry)
 
     def discard(self, holding: Holding, entry: Entry) -> None:
         """May not be given up (any more); does nothing when it is not there."""
-        if not entry.queued:
-            return
-        entry.queued = False
         holding_id = holding.holding_id
-        if entry.soft:
-            entry.soft = False
-            del self._soft[holding_id]
+        if self._soft.pop(holding_id, None) is not None:
             return
-        queue = self._queues[entry.key]
+        queue = self._queues.get(entry.key)
+        if queue is None or holding_id not in queue:
+            return
         if next(iter(queue)) == holding_id:
             self._changed.add(entry.key)
         del queue[holding_id]

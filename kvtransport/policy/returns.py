@@ -48,36 +48,39 @@ def position(age_s: float) -> float:
 
 
 class _Class:
-    """Observations and hazards of one class; ``new`` ones are not among the ``total`` yet."""
+    """Observations and hazards of one class."""
 
-    __slots__ = ("_hazard", "_wanted", "left", "new", "returned", "total")
+    __slots__ = ("_hazard", "_new", "_wanted", "left", "returned")
 
     def __init__(self) -> None:
         self.returned = [0.0] * _BINS
         self.left = [0.0] * _BINS
-        self.total = 0.0
-        self.new = 0
+        self._new = 0
         self._wanted = 1
         self._hazard = self._cumulated()
 
     def observe(self, age_s: float, *, returned: bool) -> None:
         counts = self.returned if returned else self.left
         counts[int(position(age_s))] += 1.0
-        self.new += 1
-        if self.new >= self._wanted:
+        self._new += 1
+        if self._new >= self._wanted:
             self._learn()
+
+    @property
+    def total(self) -> float:
+        return sum(self.returned) + sum(self.left)
 
     def _learn(self) -> None:
         """Take what was observed into account, and let what is old fade."""
-        self.total += self.new
-        if self.total >= MEMORY:
+        total = self.total
+        if total >= MEMORY:
             self.returned = [count / 2 for count in self.returned]
             self.left = [count / 2 for count in self.left]
-            self.total /= 2
+            total /= 2
         self._hazard = self._cumulated()
-        self.new = 0
+        self._new = 0
         # The first observations count at once, later ones in batches.
-        self._wanted = min(_REFRESH, 1 + int(self.total / 16))
+        self._wanted = min(_REFRESH, 1 + int(total / 16))
 
     def _cumulated(self) -> list[float]:
         """Cumulated hazard at the lower edge of each bin, and at the end."""
@@ -127,7 +130,7 @@ class ReturnModel:
         names = ("first_turn", "second_turn", "later_turns")
         return {
             name: {
-                "observations": round(known.total + known.new, 1),
+                "observations": round(known.total, 1),
                 "chance_within_ttl": round(self.chance(turns, 0.0, ttl_s), 3),
                 "median_think_s": _median(known.returned),
             }

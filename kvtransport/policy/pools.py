@@ -112,14 +112,18 @@ class Pool:
     def discard(self, holding: Holding, entry: Entry) -> None:
         """May not be given up (any more); does nothing when it is not there."""
         holding_id = holding.holding_id
-        if self._soft.pop(holding_id, None) is not None:
+        if self._soft and self._soft.pop(holding_id, None) is not None:
             return
         queue = self._queues.get(entry.key)
-        if queue is None or holding_id not in queue:
+        if queue is None:
             return
-        if next(iter(queue)) == holding_id:
+        first = next(iter(queue))
+        try:
+            del queue[holding_id]
+        except KeyError:
+            return
+        if first == holding_id:
             self._changed.add(entry.key)
-        del queue[holding_id]
         if not queue:
             del self._queues[entry.key]
 

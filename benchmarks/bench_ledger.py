@@ -2,7 +2,9 @@
 
 Conversations have one of a few lengths and begin with a common system prompt,
 whose blocks they share.  Times are CPU time of this thread's process, so other
-load on the machine disturbs them less (it still costs cache and clock).
+load on the machine disturbs them less (it still costs cache and clock).  Each
+policy runs in a process of its own: in a heap that another left in pieces the
+same work takes some 5 % longer.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import time
 
@@ -122,8 +125,10 @@ def main() -> None:
     parser.add_argument("--holdings", type=int, default=100_000)
     parser.add_argument("--extra", type=int, default=50_000)
     options = parser.parse_args()
-    results = [measure(name, options.holdings, options.extra) for name in options.policy]
-    print(json.dumps(results, indent=2))
+    runs = [(name, options.holdings, options.extra) for name in options.policy]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, maxtasksperchild=1) as alone:
+        print(json.dumps(alone.starmap(measure, runs, chunksize=1), indent=2))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ Positions = NDArray[np.intp]
 _UNSIGNED = np.dtype(np.uint32)
 _POSITION = np.dtype(np.intp)
 
-# Adding as many ones as there are counts is faster than adding a single one to all.
-_ONES = np.ones(4096, dtype=np.int32)
+# An array without dimensions: numpy adds it twice as fast as a number, whose type it looks for.
+_ONE = np.array(1, dtype=np.int32)
 
 
 class BlockCounts:
@@ -27,56 +27,43 @@ class BlockCounts:
         self.distinct = 0
 
     def positions(self, rows: tuple[BlockIds, ...]) -> Positions:
-        """All blocks of a holding but the placeholder, in the form numpy indexes fastest.
-
-        Raises ``ConfigError`` for a negative id; ``add`` and ``remove`` of what
-        is returned can't fail.
-        """
+        """All blocks of a holding but the placeholder, in the form numpy indexes fastest."""
         ids = rows[0] if len(rows) == 1 else np.concatenate(rows)
         if self._null_block is not None:
             ids = ids[ids != self._null_block]
         # Seen as unsigned, a negative id is out of range instead of wrapping round.
-        at = ids.view(_UNSIGNED).astype(_POSITION)
-        try:
-            self._counts[at]
-        except IndexError:
-            top = int(at.max())
-            if top > 0x7FFFFFFF:
-                raise ConfigError("block ids must not be negative") from None
-            self.reserve(top + 1 + top // 4)
-        return at
+        return ids.view(_UNSIGNED).astype(_POSITION)
 
     def distinct_with(self, at: Positions) -> int:
-        """What ``distinct`` would be after ``add``."""
+        """What ``distinct`` would be after ``add``; raises as that does."""
         if not self.distinct:
             return at.size
-        return self.distinct + at.size - int(np.count_nonzero(self._counts[at]))
+        return self.distinct + at.size - int(np.count_nonzero(self._of(at)))
 
     def add(self, at: Positions) -> None:
-        """Count one more keeper of each block."""
-        counts = self._counts[at]
+        """Count one more keeper of each block.
+
+        Raises ``ConfigError`` for a negative id, and then has counted nothing.
+        """
+        counts = self._of(at)
         self.distinct += counts.size - int(np.count_nonzero(counts))
-        self._counts[at] = np.add(counts, _ones(counts.size), counts)
+        self._counts[at] = np.add(counts, _ONE, counts)
 
     def remove(self, at: Positions) -> int:
-        """Count one keeper less; returns how many blocks have none now."""
+        """Count one keeper less of what was added; returns how many blocks have none now."""
         counts = self._counts[at]
-        self._counts[at] = np.subtract(counts, _ones(counts.size), counts)
+        self._counts[at] = np.subtract(counts, _ONE, counts)
         freed = counts.size - int(np.count_nonzero(counts))
         self.distinct -= freed
         return freed
 
-    @property
-    def capacity(self) -> int:
-        return self._counts.size
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for ids below ``capacity``."""
-        if capacity > self._counts.size:
-            grown = np.zeros(capacity, dtype=np.int32)
-            grown[: self._counts.size] = self._counts
-            self._counts = grown
-
-
-def _ones(size: int) -> NDArray[np.int32]:
-    return _ONES[:size] if size <= _ONES.size else np.ones(size, dtype=np.int32)
+    def _of(self, at: Positions) -> NDArray[np.int32]:
+        try:
+            return self._counts[at]
+        except IndexError:
+            top = int(at.max())
+            if top > 0x7FFFFFFF:
+                raise ConfigError("block ids must not be negative") from None
+            more = np.zeros(top + 1 + top // 4 - self._counts.size, dtype=np.int32)
+            self._counts = np.concatenate((self._counts, more))
+            return self._counts[at]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from kvtransport.lease.digest import DIGEST_NBYTES
 from kvtransport.lease.runs import BlockIds
-
-if TYPE_CHECKING:
-    from kvtransport.lease.prefix_index import Node
 
 
 class _Counted(Enum):
@@ -57,7 +54,7 @@ class Refusal(_Counted):
     NOT_WORTH = "not_worth"
 
 
-class Holding(msgspec.Struct, eq=False):
+class Holding(msgspec.Struct, eq=False, gc=False):
     """Blocks of one token sequence that stay readable.
 
     ``tokens`` is the exact token count, ``chain`` 16 digest bytes per full
@@ -88,7 +85,7 @@ class Holding(msgspec.Struct, eq=False):
     leases: int = 0
     returned: bool = False
     ending: DropReason | None = None
-    node: Node | None = None
+    node: int = 0
     timer: int = 0
     counted: NDArray[np.intp] | None = None
     policy_data: Any = None
@@ -128,7 +125,7 @@ class Grant:
     """All tokens of the holding; the reader sees by it where texts part."""
 
 
-class Dropped(msgspec.Struct, frozen=True, eq=False):
+class Dropped(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A holding whose block references must be dropped now, exactly once."""
 
     holding: Holding

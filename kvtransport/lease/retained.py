@@ -66,15 +66,18 @@ class Retained:
         ``leaving`` are unleased holdings that go once this one is in; they make
         room too, and stay when it is refused.  Nothing is given up for what
         can't fit beside leased holdings; when the policy stops half-way, what
-        it gave up until then is gone.
+        it gave up until then is gone.  Raises ``ConfigError`` for a negative
+        block id, with nothing changed.
         """
         counted = holding.counted = self._counts.positions(holding.block_ids)
-        self._pinned.reserve(self._counts.capacity)
+        # Before anything else: it raises for ids that can't be right.
+        self._counts.add(counted)
         if self._pinned.distinct_with(counted) > self.budget_blocks:
+            self._counts.remove(counted)
             return Refusal.OVER_BUDGET
         for old in leaving:
             self.forget(old)
-        self._add(holding, now)
+        self._added(holding, now)
         refusal = None
         while self._counts.distinct > self.budget_blocks:
             victim = self.policy.victim(now, holding)
@@ -85,7 +88,9 @@ class Retained:
             give_up(victim, now)
         if refusal is not None:
             for old in leaving:
-                self._add(old, now)
+                assert old.counted is not None
+                self._counts.add(old.counted)
+                self._added(old, now)
         return refusal
 
     def forget(self, holding: Holding) -> int:
@@ -97,9 +102,7 @@ class Retained:
         self._kept -= holding.blocks
         return self._counts.remove(holding.counted)
 
-    def _add(self, holding: Holding, now: float) -> None:
-        assert holding.counted is not None
-        self._counts.add(holding.counted)
+    def _added(self, holding: Holding, now: float) -> None:
         self._kept += holding.blocks
         self._number += 1
         self._nbytes += holding.nbytes

@@ -12,7 +12,9 @@ Implementor contracts
     block and must not call the ledger.  ``victim`` returns a holding that was
     passed to ``added`` (or ``unpinned``) and not since to ``removed`` (or
     ``pinned``); the ledger answers with ``removed``.  Every operation should be
-    O(log n) or better in the number of holdings.
+    O(log n) or better in the number of holdings.  ``holding.policy_data`` is the
+    policy's to use, but must not lead back to the holding: the garbage collector
+    does not look into holdings.
 
 Third parties
     A policy class found under the entry-point group ``kvtransport.retention``

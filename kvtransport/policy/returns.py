@@ -21,6 +21,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 CLASSES = 3
 """First turn, second turn, later turns."""
 
@@ -29,6 +32,7 @@ MEMORY = 4096.0
 
 _FIRST_S = 0.5
 _BINS = 42
+_EDGES = _FIRST_S * 2.0 ** (np.arange(_BINS - 1) / 2)
 _PRIOR_HAZARD = 0.04
 _PRIOR_WEIGHT = 8.0
 _REFRESH = 256
@@ -50,43 +54,49 @@ def position(age_s: float) -> float:
 class _Class:
     """Observations and hazards of one class."""
 
-    __slots__ = ("_hazard", "_new", "_wanted", "left", "returned")
+    __slots__ = ("_hazard", "_new_left", "_new_returned", "_wanted", "left", "returned")
 
     def __init__(self) -> None:
-        self.returned = [0.0] * _BINS
-        self.left = [0.0] * _BINS
-        self._new = 0
+        self.returned = np.zeros(_BINS)
+        self.left = np.zeros(_BINS)
+        self._new_returned: list[float] = []
+        self._new_left: list[float] = []
         self._wanted = 1
         self._hazard = self._cumulated()
 
-    def observe(self, age_s: float, *, returned: bool) -> None:
-        counts = self.returned if returned else self.left
-        counts[int(position(age_s))] += 1.0
-        self._new += 1
-        if self._new >= self._wanted:
-            self._learn()
+    def returns(self, age_s: float) -> None:
+        self._new_returned.append(age_s)
+        if len(self._new_returned) >= self._wanted:
+            self.learn()
+
+    def lapses(self, age_s: float) -> None:
+        self._new_left.append(age_s)
+        if len(self._new_left) >= self._wanted:
+            self.learn()
 
     @property
     def total(self) -> float:
-        return sum(self.returned) + sum(self.left)
+        return float(self.returned.sum() + self.left.sum())
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Take what was observed into account, and let what is old fade."""
-        total = self.total
-        if total >= MEMORY:
-            self.returned = [count / 2 for count in self.returned]
-            self.left = [count / 2 for count in self.left]
-            total /= 2
+        self.returned += _binned(self._new_returned)
+        self.left += _binned(self._new_left)
+        self._new_returned.clear()
+        self._new_left.clear()
+        if self.total >= MEMORY:
+            self.returned /= 2
+            self.left /= 2
         self._hazard = self._cumulated()
-        self._new = 0
         # The first observations count at once, later ones in batches.
-        self._wanted = min(_REFRESH, 1 + int(total / 16))
+        self._wanted = min(_REFRESH, 1 + int(self.total / 16))
 
     def _cumulated(self) -> list[float]:
         """Cumulated hazard at the lower edge of each bin, and at the end."""
         hazards = []
         at_risk = 0.0
-        for back, gone in zip(reversed(self.returned), reversed(self.left), strict=True):
+        counts = zip(self.returned.tolist(), self.left.tolist(), strict=True)
+        for back, gone in reversed(list(counts)):
             # Who left in a bin was at risk for half of it on average.
             exposed = at_risk + back + gone / 2
             chance = (back + _PRIOR_HAZARD * _PRIOR_WEIGHT) / (exposed + _PRIOR_WEIGHT)
@@ -114,11 +124,11 @@ class ReturnModel:
 
     def returned(self, turns: int, age_s: float) -> None:
         """A conversation came back after this think time."""
-        self._classes[class_of(turns)].observe(age_s, returned=True)
+        self._classes[class_of(turns)].returns(age_s)
 
     def lapsed(self, turns: int, age_s: float) -> None:
         """A holding was dropped at this age before anybody came back."""
-        self._classes[class_of(turns)].observe(age_s, returned=False)
+        self._classes[class_of(turns)].lapses(age_s)
 
     def chance(self, turns: int, age_s: float, left_s: float) -> float:
         """That it comes back within ``left_s``, having stayed away for ``age_s``."""
@@ -127,6 +137,8 @@ class ReturnModel:
 
     def describe(self, ttl_s: float) -> dict[str, Any]:
         """Plain values for status pages."""
+        for known in self._classes:
+            known.learn()
         names = ("first_turn", "second_turn", "later_turns")
         return {
             name: {
@@ -138,11 +150,15 @@ class ReturnModel:
         }
 
 
-def _median(returned: list[float]) -> float | None:
+def _binned(ages_s: list[float]) -> NDArray[np.intp]:
+    """How many of the ages are in each bin."""
+    return np.bincount(np.searchsorted(_EDGES, ages_s, side="right"), minlength=_BINS)
+
+
+def _median(returned: NDArray[np.float64]) -> float | None:
     """Upper edge of the bin that holds the median of the observed think times."""
-    half, seen = sum(returned) / 2, 0.0
-    for at, count in enumerate(returned):
-        seen += count
-        if count and seen >= half:
-            return round(_FIRST_S * 2 ** (at / 2), 1)
-    return None
+    seen = np.cumsum(returned)
+    if not seen[-1]:
+        return None
+    at = int(np.searchsorted(seen, seen[-1] / 2))
+    return round(_FIRST_S * math.exp2(at / 2), 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -210,6 +212,29 @@ def test_block_ids_that_can_not_be_right(
         ledger.insert(chain(64), rows, request_id="", purpose=Purpose.RETAINED, nbytes=1)
     assert ledger.snapshot()["holdings"] == 0
     assert insert(ledger, 64) is not None, "the ledger still works"
+
+
+@pytest.mark.parametrize("policy", ["ttl", "budgeted"])
+def test_a_ledger_that_is_let_go_leaves_nothing_behind(policy: str) -> None:
+    """The garbage collector does not see holdings, so a cycle of them would stay for ever."""
+    ledger = make(policy=policy)
+    rows = [np.arange(first, first + 4, dtype=np.int32) for first in range(0, 40, 4)]
+    alive = [weakref.ref(row) for row in rows]
+    for number, row in enumerate(rows):
+        # Branches and prefixes of one another, below a common part.
+        tokens = [0] * 64 + [number // 2] * (16 + number % 2 * 16)
+        made = DigestChain.of(tokens, SEED)
+        ledger.insert(made, [row], request_id="", purpose=Purpose.RETAINED, nbytes=1)
+        handoff = f"handoff {number}"
+        ledger.insert(made, [row], request_id=handoff, purpose=Purpose.HANDOFF, nbytes=1)
+    ledger.make_room(1)
+    grant = ledger.lookup(made.digests, 96, duration_s=10, reader="r")
+    assert grant is not None
+    assert ledger.snapshot()["holdings"] > 5
+    del ledger, grant, row
+    rows.clear()
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * len(alive)
 
 
 def test_block_sizes_must_be_whole_groups() -> None:

@@ -248,6 +248,7 @@ def test_index_finds_the_longest_prefix(
         index.remove(holding)
         index.remove(holding)
     assert len(index) == 0
+    assert not index._handles
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=200))
@@ -297,8 +298,10 @@ def test_block_counts_grow_and_refuse_negative_ids() -> None:
     assert counts.remove(first) == 2
     assert counts.remove(far) == 2
     assert counts.distinct == 0
+    wrong = counts.positions((np.array([1, -1], dtype=np.int32),))
     with pytest.raises(ConfigError, match="negative"):
-        counts.positions((np.array([1, -1], dtype=np.int32),))
+        counts.add(wrong)
+    assert counts.distinct == 0
 
 
 def test_importing_leases_loads_no_engine_and_no_driver() -> None:

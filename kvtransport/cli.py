@@ -41,6 +41,7 @@ COMMANDS = MappingProxyType(
             "Run the OpenAI-compatible router in front of prefill and decode engines.",
             "pip install 'kvtransport[router]'",
         ),
+        "tenant": Subcommand("kvtransport_vllm.tenant_cli:app", "Print what quotas call a tenant."),
         "calibrate": Subcommand(
             "kvtransport_vllm.calibrate:app",
             "Measure a running pair: from how many tokens on does pulling pay?",

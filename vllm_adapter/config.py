@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from kvtransport.config import decode
 from kvtransport.errors import ConfigError
+from kvtransport_vllm.tenants import check_quotas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class AdapterConfig:
         if self.kv_recompute_threshold < 0:
             msg = f"kv_recompute_threshold={self.kv_recompute_threshold} must be 0 or more tokens"
             raise ConfigError(msg)
+        check_quotas(self.retention_config.get("tenant_quotas"))
         if not 1 <= self.group_tokens <= 1024:  # a sane range, said in the text
             msg = f"group_tokens={self.group_tokens} must be between 1 and 1024"
             raise ConfigError(msg)

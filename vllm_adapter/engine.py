@@ -22,7 +22,7 @@ from kvtransport.lease.identity import EngineIdentity
 from kvtransport.lease.ledger import Ledger, LedgerSettings
 from kvtransport.policy.recompute import load_recompute
 from kvtransport.policy.retention import load_retention
-from kvtransport_vllm import params
+from kvtransport_vllm import params, tenants
 from kvtransport_vllm.content import ContentIdentity
 from kvtransport_vllm.holdings import HeldBlocks
 from kvtransport_vllm.identity import fingerprint
@@ -124,7 +124,7 @@ class Engine:
             ids,
             request_id=request.request_id,
             purpose=Purpose.HANDOFF if handoff else Purpose.RETAINED,
-            tenant=tenant_label(request.cache_salt),
+            tenant=tenants.label(request.cache_salt),
             nbytes=sum(map(len, ids)) * self.block_nbytes,
             saved_s=self.recompute.compute_seconds(tokens),
         )
@@ -234,11 +234,6 @@ def agent_fingerprint(identity: EngineIdentity) -> bytes:
 def versions() -> dict[str, str]:
     """Versions of what touches the wire; exchanged and shown, not compared."""
     return {name: importlib.metadata.version(name) for name in ("kvtransport", "pyzmq", "msgspec")}
-
-
-def tenant_label(salt: str | None) -> str:
-    """Names a tenant in quotas and on status pages without telling its salt."""
-    return hashlib.blake2b(salt.encode(), digest_size=6).hexdigest() if salt else ""
 
 
 def computed_tokens(request: Request) -> int:

@@ -136,6 +136,8 @@ class WorkerSide:
                 name=a.region,
                 kind=memory_kind(a.device_type),
                 device=a.device_index,
+                # Peers pull; whoever could write here could forge KV.
+                access="r",
             )
             for a in layout.allocations
         }

@@ -55,7 +55,9 @@ def chain_seed(fingerprint: bytes, *, tenant: str = "", lora: str = "") -> bytes
     Two requests share KV only if all three are equal.
     """
     state = blake2b(key=_SEED_KEY, digest_size=SEED_NBYTES, person=b"kvt-seed")
-    for part in (fingerprint, tenant.encode(), lora.encode()):
+    # Whatever a request could carry has an encoding; this must not fail on any.
+    names = (name.encode(errors="surrogatepass") for name in (tenant, lora))
+    for part in (fingerprint, *names):
         state.update(struct.pack("<Q", len(part)))
         state.update(part)
     return state.digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransport.errors import ConfigError, UnknownOptionError, UnsupportedError
-from kvtransport_vllm import compat, config, engine, params
+from kvtransport_vllm import compat, config, engine, params, tenants
 from kvtransport_vllm.identity import model_digest, weights_digest
 
 
@@ -43,6 +44,21 @@ def test_unknown_key_names_the_nearest():
 def test_bad_value_is_refused_by_name(key, value):
     with pytest.raises(ConfigError, match=key):
         config.load({key: value})
+
+
+def test_quotas_name_tenants_as_the_ledger_does():
+    label = tenants.label("acme")
+    config.load({"retention_config": {"tenant_quotas": {label: 0.5}}})
+    with pytest.raises(ConfigError, match=r"tenant_quotas\['acme'\].*kvt tenant"):
+        config.load({"retention_config": {"tenant_quotas": {"acme": 0.5}}})
+
+
+def test_a_tenant_is_what_stands_before_the_dot():
+    label = tenants.label("secret-salt")
+    assert re.fullmatch("[0-9a-f]{12}", label)
+    assert label == tenants.label("secret-salt.") == tenants.label("secret-salt.one.two")
+    assert len({label, tenants.label("secret-salt1"), tenants.label(".x"), tenants.label("\ud800")}) == 4
+    assert tenants.label(None) == tenants.label("") == ""
 
 
 def test_peers_may_have_names():
@@ -86,12 +102,6 @@ def test_tokens_in_flight_and_the_last_sampled_one_do_not_count():
     assert engine.computed_tokens(request_of(num_computed_tokens=11, num_tokens=11)) == 10
     aborted = request_of(num_computed_tokens=8, num_in_flight_tokens=8, num_tokens=30)
     assert engine.computed_tokens(aborted) == 0
-
-
-def test_salt_is_not_told():
-    assert "secret" not in engine.tenant_label("secret-salt")
-    assert engine.tenant_label("a") != engine.tenant_label("b")
-    assert engine.tenant_label(None) == ""
 
 
 def checkpoint(folder, values):

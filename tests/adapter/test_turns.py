@@ -9,6 +9,12 @@ import pytest
 from support.sim import BLOCK, SimPair, reference
 from support.turns import tokens
 
+from kvtransport.agent import Agent
+from kvtransport.errors import DescriptorError
+from kvtransport_vllm import tenants
+from kvtransport_vllm.engine import agent_fingerprint
+from kvtransport_vllm.meta import decode_rank_export
+
 GROUP = 16
 
 
@@ -131,6 +137,33 @@ def test_two_tenants_never_share(pair: SimPair) -> None:
     forget(pair)
     _, turn = pair.turn(prompt, salt="tenant-a")
     assert turn["pulled_tokens"] > 0
+
+
+def test_a_quota_is_for_the_tenant_it_names(pairs: list[SimPair]) -> None:
+    """From the salt of a request to the share of the budget."""
+    quotas = {tenants.label("acme"): 0.5}
+    pair = SimPair(d={"retention_config": {"tenant_quotas": quotas}})
+    pairs.append(pair)
+    for salt in ("acme", "acme.session", "other", None):
+        pair.turn(tokens(100), salt=salt)
+    shares = pair.d.side._engine.ledger.snapshot()["retention"]["tenants"]
+    blocks = -(-107 // BLOCK)
+    assert shares == {
+        f"={tenants.label('acme')}": {"blocks": 2 * blocks, "share": 0.5},
+        "(all)": {"blocks": 2 * blocks, "share": 0.5},
+    }
+
+
+def test_peers_may_only_read(pair: SimPair) -> None:
+    known = agent_fingerprint(pair.d.side._engine.identity)
+    stranger = Agent.open("host", name="stranger", fingerprint=known)
+    with stranger:
+        (engine,) = pair.d.side._engine.control.engines()
+        peer = stranger.add_peer(decode_rank_export(engine.agents[0]).agent)
+        mine = stranger.register(bytearray(64), name="mine")
+        (theirs,) = peer.regions.values()
+        with pytest.raises(DescriptorError, match="does not allow write"):
+            stranger.write(peer, [(mine.at(0, 64), theirs.at(0, 64))])
 
 
 def test_nothing_is_alive_while_a_conversation_is_retained(pair: SimPair) -> None:

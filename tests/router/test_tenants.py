@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+
+from kvtransport_vllm import tenants
 
 A = {"Authorization": "Bearer a"}
 B = {"Authorization": "Bearer b"}
@@ -63,6 +69,38 @@ def test_a_clients_own_salt_narrows_but_never_crosses(start):
     used = salts(router.prefills[0])
     assert len(set(used)) == len(used) == 7
     assert not {"mine"} & set(used)
+
+
+def test_a_client_is_one_tenant_for_engines_whatever_its_salts(start):
+    router = start.router([start.engine("p")], [start.engine("d")], env=SECRET)
+    for headers, own in ((A, {}), (A, {"cache_salt": "1"}), (A, {"cache_salt": "2.3"}), (B, {})):
+        router.chat(headers=headers, **own)
+    for own in ("1", "2"):
+        router.chat(cache_salt=own)
+    one, again, still, other, nobody, neither = map(tenants.label, salts(router.decodes[0]))
+    assert one == again == still
+    assert nobody == neither
+    assert len({one, other, nobody}) == 3
+    assert named_by("client", "Bearer a", env=SECRET).stdout.split() == [one]
+
+
+def named_by(command, value, env=None):
+    return subprocess.run(
+        [sys.executable, "-c", "from kvtransport.cli import main; main()", "tenant", command],
+        input=value + "\n",
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+def test_the_command_names_tenants():
+    assert named_by("salt", "acme").stdout.split() == [tenants.label("acme")]
+    refused = named_by("client", "Bearer a", env={"KVT_ROUTER_SECRET": ""})
+    assert refused.returncode == 1
+    assert "KVT_ROUTER_SECRET" in refused.stderr
+    assert "no cache_salt" in named_by("salt", "").stderr
 
 
 @pytest.mark.parametrize("salt", ["", 5, ["x"], "x" * 1025, {"a": "b"}])

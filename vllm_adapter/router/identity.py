@@ -29,14 +29,16 @@ class Keyring:
     def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
         """The ``cache_salt`` for both legs, or None for a request without either.
 
-        A client's own salt narrows sharing further; alone it can never lead
+        Before the dot it is the tenant, which is what engines go by in quotas.
+        Behind it, a client's own salt narrows sharing further; it can never lead
         into another tenant's cache, because the result is keyed.
         """
-        if tenant == ANONYMOUS and client_salt is None:
-            return None
-        own = b"" if client_salt is None else client_salt.encode(errors="surrogatepass")
-        given = b"\x00" if client_salt is None else b"\x01"
-        return self._digest(b"kvt-salt", tenant.ljust(_SIZE, b"\x00") + given + own).hex()
+        whole = tenant.ljust(_SIZE, b"\x00")
+        name = self._digest(b"kvt-salt", whole).hex()
+        if client_salt is None:
+            return None if tenant == ANONYMOUS else name
+        own = client_salt.encode(errors="surrogatepass")
+        return f"{name}.{self._digest(b'kvt-own-salt', whole + own).hex()}"
 
     def conversation(self, tenant: Tenant, source: str, value: bytes) -> bytes:
         """The affinity key of an id that ``source`` gave."""

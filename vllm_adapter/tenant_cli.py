@@ -37,9 +37,7 @@ def of_client(
     """
     secret = known_secret(secret_file)
     if secret is None:
-        raise ConfigError(
-            f"the router's secret is needed: --secret-file FILE or {SECRET_VARIABLE}"
-        )
+        raise ConfigError(f"the router's secret is needed: --secret-file FILE or {SECRET_VARIABLE}")
     keyring = Keyring(secret)
     typer.echo(label(keyring.salt(keyring.tenant(_read("client")), None)))
 

@@ -57,7 +57,10 @@ def test_a_tenant_is_what_stands_before_the_dot():
     label = tenants.label("secret-salt")
     assert re.fullmatch("[0-9a-f]{12}", label)
     assert label == tenants.label("secret-salt.") == tenants.label("secret-salt.one.two")
-    assert len({label, tenants.label("secret-salt1"), tenants.label(".x"), tenants.label("\ud800")}) == 4
+    assert (
+        len({label, tenants.label("secret-salt1"), tenants.label(".x"), tenants.label("\ud800")})
+        == 4
+    )
     assert tenants.label(None) == tenants.label("") == ""
 
 

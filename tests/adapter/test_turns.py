@@ -11,6 +11,7 @@ from support.turns import tokens
 
 from kvtransport.agent import Agent
 from kvtransport.errors import DescriptorError
+from kvtransport.layout.blocks import Pair
 from kvtransport_vllm import tenants
 from kvtransport_vllm.engine import agent_fingerprint
 from kvtransport_vllm.meta import decode_rank_export
@@ -163,7 +164,7 @@ def test_peers_may_only_read(pair: SimPair) -> None:
         mine = stranger.register(bytearray(64), name="mine")
         (theirs,) = peer.regions.values()
         with pytest.raises(DescriptorError, match="does not allow write"):
-            stranger.write(peer, [(mine.at(0, 64), theirs.at(0, 64))])
+            stranger.write(peer, [Pair.ranges(mine, [0], theirs, [0], 64)])
 
 
 def test_nothing_is_alive_while_a_conversation_is_retained(pair: SimPair) -> None:

@@ -92,6 +92,7 @@ def named_by(command, value, env=None):
         capture_output=True,
         text=True,
         timeout=50,
+        check=False,
     )
 
 

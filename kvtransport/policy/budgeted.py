@@ -23,6 +23,7 @@ from kvtransport.policy.options import require_range
 from kvtransport.policy.pools import Entry, Pool
 from kvtransport.policy.retention import BudgetOptions, RetentionPolicy
 from kvtransport.policy.returns import CLASSES, ReturnModel, class_of
+from kvtransport.policy.shares import TOGETHER, Shares
 
 if TYPE_CHECKING:
     from kvtransport.lease.holding import Holding
@@ -39,9 +40,10 @@ class ValueOptions(BudgetOptions):
     for so long, or until that turn was admitted here.
 
     ``tenant_quotas`` maps tenants to fractions of the budget.
-    ``default_tenant_quota`` is the fraction of each tenant that is not listed;
-    with 0 those share what the listed ones leave.  Without any quota all tenants
-    compete by value alone.
+    ``default_tenant_quota`` is the fraction of each tenant that is not listed, as
+    long as the listed ones leave so much, and an equal part of that when there
+    are more; with 0 those share what the listed ones leave.  Without any quota
+    all tenants compete by value alone.
     """
 
     soft_hold_s: float = 30.0
@@ -66,12 +68,11 @@ class RetainByValue(RetentionPolicy):
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
         self.options = decode(ValueOptions, config or {}, where="retention_config")
         self.returns = ReturnModel()
-        self._pools: dict[str, Pool] = {}
-        self._loads: list[tuple[float, str]] = []
+        self._shares = Shares(
+            self.options.tenant_quotas, self.options.default_tenant_quota, self._chance
+        )
+        self._pools = self._shares.pools
         self._budget = 0
-        quotas = self.options.tenant_quotas
-        self._with_quotas = bool(quotas) or self.options.default_tenant_quota > 0
-        self._rest = max(1e-6, 1.0 - sum(quotas.values()))
 
     # -- questions ------------------------------------------------------------------
 
@@ -83,29 +84,26 @@ class RetainByValue(RetentionPolicy):
         return self._budget
 
     def victim(self, now: float, claimant: Holding | None, /) -> Holding | None:
-        if not self._with_quotas:
-            pool = self._pools.get("")
+        shares = self._shares
+        if not shares.used:
+            pool = self._pools.get(TOGETHER)
             return pool.victim(now, soft_too=claimant is None) if pool else None
-        own = self._pool(claimant) if claimant is not None else None
-        seen: list[tuple[float, str]] = []
-        found: Holding | None = None
-        while found is None and (pool := self._next_by_load(seen)) is not None:
-            # Another tenant only loses to a claimant what is over its share.
-            if own is None or pool is own or pool.load > max(self._budget, own.load):
-                found = pool.victim(now, soft_too=claimant is None)
-        for item in seen:
-            heapq.heappush(self._loads, item)
-        return found
+        if claimant is None:
+            return shares.first(-math.inf, lambda pool: pool.victim(now, soft_too=True))
+        own = shares.of(claimant.tenant)
+        # Others only lose to a claimant what is over their share.
+        over = max(self._budget, shares.load(own))
+        found = shares.first(over, lambda pool: pool.victim(now, soft_too=False))
+        return found or own.victim(now, soft_too=False)
 
     # -- events ---------------------------------------------------------------------
 
     def added(self, holding: Holding, now: float, /) -> None:
-        pool = self._pool(holding)
+        pool = self._shares.of(holding.tenant)
         holding.policy_data = entry = self._entry(holding, pool, now)
         pool.blocks += holding.blocks
         pool.add(holding, entry)
-        if self._with_quotas:
-            self._load_changed(pool)
+        self._shares.changed(pool)
 
     def removed(self, holding: Holding, /) -> None:
         entry: Entry = holding.policy_data
@@ -113,12 +111,7 @@ class RetainByValue(RetentionPolicy):
         pool.discard(holding, entry)
         holding.policy_data = None
         pool.blocks -= holding.blocks
-        if not self._with_quotas:
-            return
-        if pool.blocks:
-            self._load_changed(pool)
-        else:
-            del self._pools[pool.name]
+        self._shares.changed(pool)
 
     def pinned(self, holding: Holding, /) -> None:
         entry: Entry = holding.policy_data
@@ -143,13 +136,14 @@ class RetainByValue(RetentionPolicy):
         self.returns.lapsed(holding.turns, age_s)
 
     def describe(self) -> dict[str, Any]:
-        most = heapq.nlargest(16, list(self._pools.items()), key=lambda item: item[1].load)
-        shares = {
-            key or "(all)": {"blocks": pool.blocks, "share": round(pool.weight, 4)}
-            for key, pool in most
+        shares = self._shares
+        most = heapq.nlargest(16, self._pools.values(), key=shares.load)
+        shown = {
+            pool.name or "(all)": {"blocks": pool.blocks, "share": round(shares.share(pool), 4)}
+            for pool in most
         }
         returns = self.returns.describe(self.options.decoder_kv_blocks_ttl)
-        return {"policy": "budgeted", "returns": returns, "tenants": shares}
+        return {"policy": "budgeted", "returns": returns, "tenants": shown}
 
     # -- value ----------------------------------------------------------------------
 
@@ -166,41 +160,3 @@ class RetainByValue(RetentionPolicy):
 
     def _chance(self, holding: Holding, entry: Entry, now: float) -> float:
         return self.returns.chance(entry.key % CLASSES, now - entry.used_s, holding.expires_s - now)
-
-    # -- pools ----------------------------------------------------------------------
-
-    def _pool(self, holding: Holding) -> Pool:
-        name = self._pool_name(holding.tenant) if self._with_quotas else ""
-        pool = self._pools.get(name)
-        if pool is None:
-            pool = self._pools[name] = Pool(name, self._weight(name), self._chance)
-        return pool
-
-    def _pool_name(self, tenant: str) -> str:
-        options = self.options
-        if options.default_tenant_quota > 0 or tenant in options.tenant_quotas:
-            # The mark keeps a tenant's name from meaning the pool of all others.
-            return "=" + tenant
-        return ""
-
-    def _weight(self, name: str) -> float:
-        options = self.options
-        if not name:
-            return self._rest
-        return options.tenant_quotas.get(name[1:], options.default_tenant_quota)
-
-    def _load_changed(self, pool: Pool) -> None:
-        heapq.heappush(self._loads, (-pool.load, pool.name))
-        if len(self._loads) > 64 and len(self._loads) > 4 * len(self._pools):
-            self._loads = [(-known.load, name) for name, known in self._pools.items()]
-            heapq.heapify(self._loads)
-
-    def _next_by_load(self, seen: list[tuple[float, str]]) -> Pool | None:
-        """The pool furthest over its share besides those in ``seen``; adds it to them."""
-        while self._loads:
-            load, name = heapq.heappop(self._loads)
-            pool = self._pools.get(name)
-            if pool is not None and -load == pool.load and (not seen or seen[-1] != (load, name)):
-                seen.append((load, name))
-                return pool
-        return None

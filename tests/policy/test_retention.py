@@ -13,8 +13,10 @@ from kvtransport.lease.digest import DigestChain, chain_seed
 from kvtransport.lease.holding import Dropped, DropReason, Holding, Purpose
 from kvtransport.lease.ledger import Ledger, LedgerSettings
 from kvtransport.policy import options
+from kvtransport.policy.pools import Pool
 from kvtransport.policy.retention import RetentionPolicy, load_retention
 from kvtransport.policy.returns import ReturnModel
+from kvtransport.policy.shares import _Order
 
 BLOCK = 16
 SEED = chain_seed(b"retention")
@@ -333,6 +335,65 @@ def test_every_unlisted_tenant_can_have_a_share_of_its_own() -> None:
     assert {item.holding.tenant for item in cache.dropped()} == {"a"}
 
 
+def test_a_listed_share_is_there_however_many_others_there_are() -> None:
+    """Tenants make themselves up, so many that their default shares exceed the budget."""
+    cache = Cache("budgeted", blocks=20, tenant_quotas={"a": 0.5}, default_tenant_quota=0.1)
+    for tenant in range(10):
+        for _ in range(2):
+            assert cache.retain(cache.tokens(1), tenant=f"other {tenant}") is not None
+    for _ in range(10):
+        assert cache.retain(cache.tokens(1), tenant="a") is not None
+    dropped = [item.holding.tenant for item in cache.dropped()]
+    assert len(dropped) == 10
+    assert "a" not in dropped
+    assert max(dropped.count(tenant) for tenant in dropped) == 1, "all others lose alike"
+    shown = cache.ledger.snapshot()["retention"]["tenants"]
+    assert shown["=a"] == {"blocks": 10, "share": 0.5}
+    assert {row["share"] for name, row in shown.items() if name != "=a"} == {0.05}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 4)), max_size=60),
+    st.sampled_from([0.0, 0.05, 0.125, 0.5]),
+)
+def test_who_is_within_its_share_finds_room(inserts: list[tuple[str, int]], default: float) -> None:
+    cache = Cache("budgeted", blocks=16, tenant_quotas=QUOTAS, default_tenant_quota=default)
+    used = dict.fromkeys("abcdefgh", 0)
+    for tenant, blocks in inserts:
+        held = cache.retain(cache.tokens(blocks), tenant=tenant, saved_s=1.0)
+        if held is not None:
+            used[tenant] += blocks
+        for item in cache.dropped():
+            victim, size = item.holding.tenant, item.holding.blocks
+            assert victim == tenant or victim not in QUOTAS or used[victim] > 16 * QUOTAS[victim]
+            used[victim] -= size
+        if tenant in QUOTAS and used[tenant] + (0 if held else blocks) <= 16 * QUOTAS[tenant]:
+            assert held is not None
+        assert sum(used.values()) <= 16
+        cache.now += 1.0
+
+
+def test_tenants_within_their_shares_are_not_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = Cache("budgeted", blocks=1000, tenant_quotas={"a": 0.2}, default_tenant_quota=0.01)
+    for at in range(990):
+        cache.retain(cache.tokens(1), tenant="b" if at < 190 else f"other {at}")
+    looked_at = 0
+    skip = _Order.skip
+
+    def counted(order: _Order, pool: Pool) -> None:
+        nonlocal looked_at
+        looked_at += 1
+        skip(order, pool)
+
+    monkeypatch.setattr(_Order, "skip", counted)
+    for _ in range(20):
+        assert cache.retain(cache.tokens(1), tenant="a") is not None
+    assert len(cache.dropped()) == 10
+    assert looked_at == 10, "one pool per victim"
+
+
 def test_pressure_takes_from_whoever_is_furthest_over_its_share() -> None:
     cache = Cache("budgeted", blocks=100, tenant_quotas={"a": 0.5, "b": 0.1})
     for tenant in "aaaabb":
@@ -351,7 +412,7 @@ def test_thousands_of_tenants_leave_nothing_behind() -> None:
         cache.retain(cache.tokens(1), tenant=f"tenant {at}")
         cache.dropped()
     assert len(cache.policy._pools) <= 100
-    assert len(cache.policy._loads) <= 1000
+    assert len(cache.policy._shares._others._heap) <= 500
     cache.ledger.reset()
     assert len(cache.policy._pools) == 0
 

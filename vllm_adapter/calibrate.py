@@ -251,7 +251,8 @@ class Calibration:
 
     def config(self) -> dict[str, float]:
         """``recompute_config`` that starts the cost model with these rates."""
-        speed = 1 / self.pull.byte_s if self.pull.byte_s else 0.0
+        # The fit leaves bytes out when descriptors explain the times; 0 would mean "unknown".
+        speed = 1 / max(self.pull.byte_s, 1e-15)
         values = {
             "pull_fixed_s": self.pull.fixed_s,
             "pull_descriptor_s": self.pull.descriptor_s,

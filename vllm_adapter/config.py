@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from kvtransport.config import decode
 from kvtransport.errors import ConfigError
+from kvtransport.policy.options import require_range
+from kvtransport.policy.retention import MOST_TTL_S
 from kvtransport_vllm.tenants import check_quotas
 
 
@@ -53,8 +55,8 @@ class AdapterConfig:
     """File to which one JSON line per turn is appended; empty: none."""
 
     def __post_init__(self) -> None:
+        require_range("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 0, MOST_TTL_S)
         for name in (
-            "decoder_kv_blocks_ttl",
             "handoff_ttl_s",
             "lease_s",
             "lookup_timeout_s",

@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from kvtransport.policy.recompute import PullQuestion
 from kvtransport_vllm import outcomes, params
 from kvtransport_vllm.meta import PeerKey, PullJob, StepMetadata, StepReport
-from kvtransport_vllm.steps import waiting_tokens
+from kvtransport_vllm.steps import waiting_work
 from kvtransport_vllm.telemetry import Telemetry
 from kvtransport_vllm.turns import Phase, Turn
 
@@ -197,6 +197,7 @@ class SchedulerSide:
         first, end = self._span(turn.local_tokens, beyond)
         remote = turn.lease.block_ids[0][first:end]
         runs = 1 + int(np.count_nonzero(np.diff(remote) != 1)) if len(remote) else 0
+        load_tokens, load_pairs = waiting_work(self._live.values(), turn.request, self._undecided)
         return PullQuestion(
             tokens_beyond_local=beyond,
             local_tokens=turn.local_tokens,
@@ -204,7 +205,8 @@ class SchedulerSide:
             nbytes=len(remote) * self._engine.block_nbytes,
             peer=peer_name(turn.lease),
             direction=turn.direction,
-            load_tokens=waiting_tokens(self._live.values(), turn.request, self._undecided),
+            load_tokens=load_tokens,
+            load_pairs=load_pairs,
             queued_nbytes=self._queued_nbytes(turn.lease),
         )
 

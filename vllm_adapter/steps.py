@@ -102,17 +102,19 @@ class StepClock:
         )
 
 
-def waiting_tokens(
+def waiting_work(
     live: Iterable[Request], last: Request, undecided: Callable[[Request], bool]
-) -> int:
-    """Prompt tokens that this engine has to compute before it gets to ``last``.
+) -> tuple[int, float]:
+    """Prompt tokens to compute before this engine gets to ``last``, and their attention pairs.
 
     ``live`` is in order of arrival.  ``undecided`` requests may still pull their
     prompts, so they don't count.
     """
-    earlier = takewhile(lambda request: request is not last, live)
-    return sum(
-        max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        for request in earlier
-        if not undecided(request)
-    )
+    tokens, pairs = 0, 0.0
+    for request in takewhile(lambda request: request is not last, live):
+        computed = request.num_computed_tokens
+        count = request.num_prompt_tokens - computed
+        if count > 0 and not undecided(request):
+            tokens += count
+            pairs += count * (computed + count / 2)
+    return tokens, pairs

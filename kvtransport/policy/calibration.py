@@ -46,13 +46,15 @@ class CalibrationFile:
 
     def load(self) -> State | None:
         """What was saved for the same identity, else ``None``."""
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return None
         try:
             if self._path.stat().st_size > MAX_NBYTES:
                 raise ValueError(f"larger than {MAX_NBYTES} bytes")  # noqa: TRY301
             state = msgspec.json.decode(self._path.read_bytes(), type=State)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             logger.warning("calibration not used: file=%s error=%s", self._path, error)
             return None
         if state.version != VERSION or state.identity != self._identity:

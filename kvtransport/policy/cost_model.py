@@ -112,6 +112,15 @@ class CostOptions(ThresholdOptions):
             pair_s=self.compute_pair_s,
         )
 
+    def unusable(self) -> list[str]:
+        """Names of rates that were given and can't be used, alone or with the others."""
+        names = []
+        if not self.pull_rates().usable:
+            names += ["pull_fixed_s", "pull_descriptor_s", "pull_bytes_per_s"]
+        if not self.compute_rates().usable:
+            names += ["compute_step_s", "compute_token_s", "compute_pair_s"]
+        return [name for name in names if getattr(self, name)]
+
 
 class _Pulls:
     """Transfers from one peer, or from all, and the rates fitted to them."""
@@ -187,6 +196,9 @@ class CostModel(RecomputePolicy):
         self._token_descriptors = 0.0
         self._given_pull = self.options.pull_rates()
         self._given_compute = self.options.compute_rates()
+        for name in self.options.unusable():
+            value = getattr(self.options, name)
+            logger.warning("rate not used, zero or absurd with the others: %s=%r", name, value)
         # With rates from the configuration no peer is unknown.
         self._known_since_s = clock() if self._given_pull.usable else -math.inf
         self._file = CalibrationFile(self.options.state_file, self.options.state_identity)
@@ -212,7 +224,8 @@ class CostModel(RecomputePolicy):
         slowness = self._load(now)
         compute_s = slowness * compute.seconds(question.tokens_beyond_local, question.local_tokens)
         ahead = max(0, question.load_tokens)
-        wait_s = slowness * compute.seconds(ahead) if ahead else 0.0
+        pairs = max(0.0, question.load_pairs)
+        wait_s = slowness * compute.work_seconds(ahead, pairs) if ahead else 0.0
         # Both ways the tokens in front are computed first; the pull runs meanwhile
         # and then needs one step for the last token.
         pulled_s = max(pull_s, wait_s) + slowness * compute.step_s

@@ -52,7 +52,11 @@ def _typical(quantities: Rows, seconds: Rows) -> Rows:
 
 
 def _non_negative(scaled: Rows, target: Rows, weights: Rows) -> Rows:
-    """Weighted least squares of ``scaled @ rates = target`` over all subsets of columns."""
+    """Weighted least squares of ``scaled @ rates = target``, without negative rates.
+
+    The sum of squares is convex: when all columns together fit without a negative
+    rate, nothing is better.  Else every subset of them is tried.
+    """
     columns = scaled.shape[1]
     size = np.maximum(np.abs(scaled).max(axis=0), 1e-300)
     unit = scaled / size
@@ -67,6 +71,8 @@ def _non_negative(scaled: Rows, target: Rows, weights: Rows) -> Rows:
             rates = np.linalg.solve(part, right[chosen])
             if (rates < 0).any():
                 continue
+            if count == columns:
+                return np.asarray(rates / size)
             loss = rates @ gram[np.ix_(chosen, chosen)] @ rates - 2 * rates @ right[chosen]
             if loss < least - 1e-12:
                 best, least = np.zeros(columns), float(loss)

@@ -57,8 +57,11 @@ class ComputeRates:
 
     def seconds(self, tokens: float, context: float = 0.0) -> float:
         """Predicted time to compute ``tokens`` behind ``context`` tokens."""
+        return self.work_seconds(tokens, tokens * (context + tokens / 2))
+
+    def work_seconds(self, tokens: float, pairs: float) -> float:
+        """Predicted time to compute tokens of several requests, with their attention pairs."""
         steps = max(1.0, math.ceil(tokens / self.chunk_tokens))
-        pairs = tokens * (context + tokens / 2)
         return self.step_s * steps + self.token_s * tokens + self.pair_s * pairs
 
 

@@ -37,7 +37,8 @@ class PullQuestion:
     the transfer, 0 when unknown.  ``peer`` names the engine by its place (a
     configured name or an address), which outlives restarts; what follows its
     last slash, the incarnation, does not matter for cost.
-    ``load_tokens`` prompt tokens wait or run here before this request.
+    ``load_tokens`` prompt tokens wait or run here before this request, with
+    ``load_pairs`` pairs of tokens that attend to each other within their prompts.
     ``queued_nbytes`` are already being pulled from the peer.
     """
 
@@ -48,6 +49,7 @@ class PullQuestion:
     peer: str = ""
     direction: Direction = "decode_to_prefill"
     load_tokens: int = 0
+    load_pairs: float = 0.0
     queued_nbytes: int = 0
 
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "kvtransport.retention"
 
+MOST_TTL_S = 7 * 86400
+
 
 class RetentionPolicy(ABC):
     """How long to keep a holding, and in which order to give holdings up."""
@@ -104,7 +106,7 @@ class BudgetOptions:
     budget_blocks: int = 0
 
     def __post_init__(self) -> None:
-        require_range("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 0, 7 * 86400)
+        require_range("decoder_kv_blocks_ttl", self.decoder_kv_blocks_ttl, 0, MOST_TTL_S)
         require_range("budget_fraction", self.budget_fraction, 0, 1)
         require_range("budget_blocks", self.budget_blocks, 0, 2**31 - 1)
 

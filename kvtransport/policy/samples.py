@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 _PER_SIZE = 24
 _FORGET = 4096
+_MOST = 1e18
+"""More than bytes, descriptors, tokens or their pairs will ever be."""
 
 
 class Sample(NamedTuple):
@@ -62,6 +64,5 @@ class Samples:
 
 
 def usable(first: float, second: float, seconds: float) -> bool:
-    """Whether numbers can be a measurement: finite, not negative, and it took time."""
-    values = (first, second, seconds)
-    return all(math.isfinite(v) and v >= 0 for v in values) and 0 < seconds < 3600 and first > 0
+    """Whether numbers can be a measurement: not negative, in reason, and it took time."""
+    return 0 < first <= _MOST and 0 <= second <= _MOST and 0 < seconds < 3600

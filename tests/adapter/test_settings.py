@@ -23,6 +23,11 @@ def test_defaults_are_upstreams():
     assert settings.failure_policy == "recompute"
 
 
+def test_a_ttl_of_0_is_a_way_to_say_off():
+    settings = config.load({"decoder_kv_blocks_ttl": 0})
+    assert engine.retention_options(settings)["decoder_kv_blocks_ttl"] == 0
+
+
 def test_unknown_key_names_the_nearest():
     with pytest.raises(UnknownOptionError, match="decoder_kv_blocks_ttl"):
         config.load({"decoder_kv_block_ttl": 480})
@@ -31,7 +36,8 @@ def test_unknown_key_names_the_nearest():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("decoder_kv_blocks_ttl", 0),
+        ("decoder_kv_blocks_ttl", -1),
+        ("decoder_kv_blocks_ttl", 700_000),
         ("lease_s", -1),
         ("lookup_timeout_s", "soon"),
         ("kv_recompute_threshold", -1),

@@ -260,7 +260,7 @@ def test_only_prompts_that_are_computed_earlier_count_as_load(pairs: list[SimPai
     turn.lookup.wait(5.0)
     assert pair.p.side._resolve(turn)
     pair.p.side._promise(turn)
-    assert asked[-1].load_tokens == 150
+    assert (asked[-1].load_tokens, asked[-1].load_pairs) == (150, 150 * 75)
     assert len(requests) == 4
     pair.p.run()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from kvtransport.errors import KVTransportError
 from kvtransport.policy.cost_model import CostModel
+from kvtransport.policy.rates import PullRates
 from kvtransport_vllm.calibrate import Calibration, Point, Pull, lengths, samples_per_round, why_not
 
 TOKEN_NBYTES = 8192
@@ -122,6 +124,14 @@ def test_the_printed_configuration_starts_the_cost_model():
     found = Calibration.of(points())
     model = CostModel(found.config())
     assert model.compute_seconds(1000) == pytest.approx(found.compute.seconds(1000), rel=0.01)
+
+
+def test_bytes_that_cost_nothing_are_not_taken_for_unknown():
+    rates = PullRates(fixed_s=1e-3, descriptor_s=1e-4, byte_s=0.0)
+    found = replace(Calibration.of(points()), pull=rates)
+    used = CostModel(found.config()).options.pull_rates()
+    assert used.usable
+    assert used.seconds(nbytes=1e9, descriptors=100) == pytest.approx(0.011, rel=0.01)
 
 
 def test_no_prompt_is_longer_than_the_engines_take():

@@ -13,7 +13,7 @@ from support.cost import RATES, TOKEN_NBYTES, Clock, ask
 
 from kvtransport.policy import calibration
 from kvtransport.policy.cost_model import MAX_PEERS, CostModel
-from kvtransport.policy.fit import fit
+from kvtransport.policy.fit import _non_negative, fit
 from kvtransport.policy.rates import ComputeRates, PullRates, break_even_tokens
 from kvtransport.policy.samples import Sample, Samples
 
@@ -296,6 +296,23 @@ def test_fit_of_few_or_equal_samples_is_finite(count: int, seed: int) -> None:
     assert (fitted >= 0).all()
 
 
+@given(st.integers(1, 10_000))
+def test_no_rates_without_negative_ones_fit_better(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    table = random.uniform(0.1, 1.0, (12, 3))
+    target = table @ random.uniform(-1.0, 1.0, 3)
+    weights = random.uniform(0.1, 1.0, 12)
+
+    def loss(rates: np.ndarray) -> float:
+        return float((weights * (table @ rates - target) ** 2).sum())
+
+    best = _non_negative(table, target, weights)
+    assert (best >= 0).all()
+    for _ in range(30):
+        other = np.maximum(0.0, best + random.normal(0, 0.1, 3))
+        assert loss(best) <= loss(other) + 1e-6
+
+
 def test_fit_of_nothing() -> None:
     assert fit(np.empty((0, 3)), np.empty(0)).tolist() == [0.0, 0.0, 0.0]
 
@@ -357,6 +374,7 @@ def test_another_engine_does_not_start_with_it(tmp_path: Path) -> None:
         b'{"version": 99, "identity": "", "chunk_tokens": 1, "steps": [], "transfers": {}}',
         b'{"version": 1, "identity": "", "chunk_tokens": "x", "steps": [], "transfers": {}}',
         b"x" * (calibration.MAX_NBYTES + 1),
+        b"[" * 200_000,
     ],
 )
 def test_damaged_file_starts_cold(tmp_path: Path, content: bytes) -> None:
@@ -366,12 +384,19 @@ def test_damaged_file_starts_cold(tmp_path: Path, content: bytes) -> None:
     assert cost.decide(ask(64)).reason == "uncalibrated_threshold_reached"
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "not a folder/calibration.json"])
+def test_a_path_that_can_not_be_starts_cold(tmp_path: Path, name: str) -> None:
+    (tmp_path / "not a folder").touch()
+    cost = CostModel({"state_file": str(tmp_path / name)}, clock=Clock())
+    assert cost.decide(ask(64)).reason == "uncalibrated_threshold_reached"
+
+
 def test_absurd_rows_in_the_file_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     file.write_bytes(
         b'{"version": 1, "identity": "", "chunk_tokens": -5, '
         b'"steps": [[1, 2], [0, 0, 0], [5, 5, -1], [1e999, 1, 1], [16, 100, 0.5]], '
-        b'"transfers": {"d": [[1, 1, 1e9], []]}}'
+        b'"transfers": {"d": [[1, 1, 1e9], [1e300, 1e300, 1], []]}}'
     )
     cost = CostModel({"state_file": str(file)}, clock=Clock())
     assert len(cost._steps) <= 1

@@ -89,6 +89,23 @@ def test_third_party_policy_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> N
 # -- decisions of the cost model
 
 
+def test_many_prompts_ahead_are_not_one_long_one() -> None:
+    """Tokens attend within their own prompt only."""
+    cost = model(compute_step_s=0.0)
+    many = cost.decide(ask(1000, load_tokens=200_000, load_pairs=200 * 1000 * 500.0))
+    one = cost.decide(ask(1000, load_tokens=200_000, load_pairs=200_000 * 100_000.0))
+    assert many.predicted_wait_s == pytest.approx(200_000 * 5e-5 + 1e8 * 1e-9)
+    assert one.predicted_wait_s == pytest.approx(200_000 * 5e-5 + 2e10 * 1e-9)
+
+
+def test_rates_that_are_not_used_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model()
+    assert not caplog.records
+    model(pull_bytes_per_s=0.0, compute_token_s=-1.0)
+    assert "compute_token_s=-1.0" in caplog.text
+    assert "pull_fixed_s=0.02" in caplog.text
+
+
 def test_idle_engine_computes_what_a_busy_one_pulls() -> None:
     cost = model(pull_fixed_s=0.25, compute_pair_s=0.0)
     idle = cost.decide(ask(6000))

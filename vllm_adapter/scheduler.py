@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from kvtransport.policy.recompute import PullQuestion
 from kvtransport_vllm import outcomes, params
+from kvtransport_vllm.lookups import Lookups
 from kvtransport_vllm.meta import PeerKey, PullJob, StepMetadata, StepReport
 from kvtransport_vllm.steps import waiting_work
 from kvtransport_vllm.telemetry import Telemetry
@@ -38,20 +39,13 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvtransport.lease.held import HeldLease, Lookup, LookupResult
+    from kvtransport.lease.held import HeldLease
     from kvtransport_vllm.engine import Engine
     from kvtransport_vllm.meta import PullReport
     from kvtransport_vllm.params import TransferParams
     from kvtransport_vllm.stats import TransportStats
 
 logger = logging.getLogger("kvtransport.vllm.scheduler")
-
-LOOKUP_WAIT_S = 0.002
-"""How long a scheduling step waits in all for the lookups of requests that are new in it.
-
-An answer takes a fraction of a millisecond, but a request that has to ask again
-does so a whole step of the engine later.
-"""
 
 
 class SchedulerSide:
@@ -66,7 +60,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._watermark_blocks = 0
-        self._patience_s = self._patience()
+        self._lookups = Lookups(engine)
         self.telemetry = Telemetry(engine)
 
     def bind(self, pool: BlockPool, watermark_blocks: int) -> None:
@@ -93,7 +87,7 @@ class SchedulerSide:
         if reason:
             self._settle(turn, reason)
             return
-        self._look_up(turn, wanted)
+        self._lookups.start(turn, wanted)
 
     def _unwilling(self, turn: Turn, wanted: TransferParams) -> str:
         """Why this request is not even looked up; empty when it is."""
@@ -109,18 +103,6 @@ class SchedulerSide:
             return outcomes.TOO_SHORT
         return ""
 
-    def _look_up(self, turn: Turn, wanted: TransferParams) -> None:
-        request = turn.request
-        handoff = wanted.remote_request_id if wanted.remote_prefill else ""
-        turn.chain = self._engine.content.chain(request, request.all_token_ids)
-        self._engine.admit_address(wanted)
-        turn.lookup = self._engine.control.lookup(
-            turn.chain,
-            ask=self._engine.whom_to_ask(wanted),
-            handoff_request_id=handoff,
-            deadline_s=self._engine.config.lookup_timeout_s,
-        )
-
     # -- the scheduler asks ------------------------------------------------
 
     def get_num_new_matched_tokens(
@@ -128,8 +110,11 @@ class SchedulerSide:
     ) -> tuple[int | None, bool]:
         """Tokens that a pull would add beyond ``local_tokens``; None: ask again."""
         turn = self._turns.get(request.request_id)
-        if turn is not None and turn.phase is not Phase.SETTLED:
+        if turn is not None and not turn.admitted:
+            # Once admitted, what is in the local cache is what was computed or pulled.
             turn.local_tokens = local_tokens
+        if turn is not None and turn.phase is not Phase.SETTLED:
+            turn.wanted_s = time.monotonic()
             if turn.phase is Phase.LOADING:
                 # Preempted or reset while loading: what was promised is not repeated.
                 return 0, False
@@ -138,16 +123,12 @@ class SchedulerSide:
         self._make_room_for(request, local_tokens)
         self._waiting[request.request_id] = request
         if turn is None or turn.phase is not Phase.FOUND:
-            if turn is not None and turn.pulled_tokens == 0:
-                turn.local_tokens = local_tokens
             return 0, False
         return self._promise(turn)
 
     def _resolve(self, turn: Turn) -> bool:
         """Take the lookup's answer if there is one; whether it is known now."""
-        if turn.lookup is None:
-            return True
-        result = self._answer(turn, turn.lookup)
+        result = self._lookups.answer(turn)
         if result is None:
             return False
         turn.lookup = None
@@ -158,16 +139,6 @@ class SchedulerSide:
         if result.lease is None:
             self._settle(turn, self.telemetry.outcome_of_lookup(result))
         return True
-
-    def _answer(self, turn: Turn, lookup: Lookup) -> LookupResult | None:
-        """The lookup's result; a new request may wait for it, not for long."""
-        new, turn.asked = not turn.asked, True
-        if not new or self._patience_s <= 0:
-            return lookup.poll()
-        began_s = time.monotonic()
-        result = lookup.wait(self._patience_s)
-        self._patience_s -= time.monotonic() - began_s
-        return result
 
     def _promise(self, turn: Turn) -> tuple[int, bool]:
         lease = turn.lease
@@ -240,6 +211,7 @@ class SchedulerSide:
         turn = self._turns.get(request.request_id)
         if turn is None:
             return
+        turn.admitted = True
         if turn.chain is not None:
             # Once: the next turn is here, so its predecessor need not wait for it.
             self._engine.ledger.note_admitted(turn.chain.digests)
@@ -281,7 +253,7 @@ class SchedulerSide:
             self._waiting.pop(request_id, None)
         self._relieve_waiting()
         self._held.sweep()
-        self._patience_s = self._patience()
+        self._lookups.step_planned(self._turns.values())
         pulls, self._to_start = self._to_start, []
         meta = StepMetadata(pulls=pulls, boot_id=self._engine.boot_id)
         meta.idle = output.total_num_scheduled_tokens == 0 and self._only_pulls()
@@ -305,9 +277,6 @@ class SchedulerSide:
             and not self._engine.steps.awaited
             and all(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self._live.values())
         )
-
-    def _patience(self) -> float:
-        return LOOKUP_WAIT_S if self._engine.alone else 0.0
 
     def _announce_peers(self, meta: StepMetadata) -> None:
         """Tell workers about engines they don't know yet, before a pull needs them."""
@@ -371,13 +340,18 @@ class SchedulerSide:
     def _pull_ended(self, turn: Turn, *, failed: bool) -> None:
         report = turn.report
         turn.pull_s = time.monotonic() - turn.loading_since_s
+        error = report.error if report is not None else ""
+        if failed or report is None:
+            error = error or outcomes.TRANSPORT
         if turn.aborted:
-            self._settle(turn, outcomes.ABORTED)
+            # With the policy "fail", vLLM has ended the request because of this very pull.
+            broken = turn.request.status is RequestStatus.FINISHED_ERROR
+            self._settle(turn, (broken and error) or outcomes.ABORTED)
             del self._turns[turn.request_id]
             self.telemetry.turn_finished(turn)
             return
-        if failed or report is None or report.error:
-            self._settle(turn, report.error if report and report.error else outcomes.TRANSPORT)
+        if error or report is None:
+            self._settle(turn, error)
             return
         turn.pulled_tokens = turn.planned_tokens
         self._waiting[turn.request_id] = turn.request

@@ -2,9 +2,12 @@
 
 ::
 
-    LOOKING --> FOUND --> LOADING --> SETTLED
+    LOOKING <-> FOUND --> LOADING --> SETTLED
        |          |          ^
        +----------+----------+  (every way ends in SETTLED, exactly once)
+
+It goes back to LOOKING when the scheduler did not ask for so long that what was
+found was given back; then it looks again once it is asked.
 
 A settled turn never promises tokens again: whatever happened, the rest is
 computed here.
@@ -53,6 +56,10 @@ class Turn:
     lookup: Lookup | None = None
     asked: bool = False
     """Whether a step of the scheduler has asked for the lookup's answer."""
+    wanted_s: float = 0.0
+    """When the scheduler asked last, or the request arrived; monotonic."""
+    admitted: bool = False
+    """Whether the scheduler has given it memory; later it may be preempted."""
     lease: HeldLease | None = None
     outcome: str = ""
     lookup_s: float = math.nan
@@ -80,6 +87,21 @@ class Turn:
     def found(self, lease: HeldLease) -> None:
         self.lease = lease
         self.phase = Phase.FOUND
+
+    @property
+    def waits_with(self) -> HeldLease | None:
+        """The lease that it keeps until the scheduler asks."""
+        if self.lookup is not None:
+            return self.lookup.result.lease if self.lookup.result is not None else None
+        return self.lease if self.phase is Phase.FOUND else None
+
+    def give_back(self) -> None:
+        """Go back to LOOKING, with nothing in hand and no lookup under way."""
+        if self.lookup is not None:
+            self.lookup.cancel()
+        elif self.lease is not None:
+            self.lease.release(delivered=False)
+        self.phase, self.lookup, self.lease, self.asked = Phase.LOOKING, None, None, False
 
     def settle(self, outcome: str, *, delivered: bool = False) -> None:
         """End the turn's reuse; its lease is given back, its lookup abandoned."""

@@ -6,7 +6,7 @@ import pytest
 from support.sim import SimPair
 from support.turns import Silent, retained
 
-from kvtransport_vllm import scheduler
+from kvtransport_vllm import lookups
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -14,7 +14,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 def test_the_first_step_begins_the_pull(
     pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "LOOKUP_WAIT_S", 10.0)
+    monkeypatch.setattr(lookups, "LOOKUP_WAIT_S", 10.0)
     pair, prompt = retained(pairs)
     pair.p.add("turn", prompt, params=PREFILL)
     meta = pair.p.step().kv_connector_metadata
@@ -25,23 +25,23 @@ def test_the_first_step_begins_the_pull(
 def test_silence_costs_a_step_no_more_than_its_patience_and_a_request_waits_once(
     pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "LOOKUP_WAIT_S", 0.02)
+    monkeypatch.setattr(lookups, "LOOKUP_WAIT_S", 0.02)
     pair, prompt = retained(pairs)
-    lookups = {name: Silent() for name in ("one", "two", "three")}
+    silent = {name: Silent() for name in ("one", "two", "three")}
 
     def arrive(name: str) -> None:
         pair.p.add(name, prompt, params=PREFILL)
-        pair.p.side._turns[name].lookup = lookups[name]
+        pair.p.side._turns[name].lookup = silent[name]
 
     arrive("one")
     arrive("two")
     pair.p.step()
     pair.p.step()
-    assert [lookup.waits for lookup in lookups.values()] == [[0.02], [], []]
+    assert [lookup.waits for lookup in silent.values()] == [[0.02], [], []]
     arrive("three")
     pair.p.step()
-    assert [lookup.waits for lookup in lookups.values()] == [[0.02], [], [0.02]]
-    for name in lookups:
+    assert [lookup.waits for lookup in silent.values()] == [[0.02], [], [0.02]]
+    for name in silent:
         pair.p.abort(name)
 
 

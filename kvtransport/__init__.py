@@ -1,1 +1,1 @@
-"""Accelerator-agnostic KV cache transfer: interface, leases, layout and policies."""
+"""KV cache transfer for any accelerator: interface, leases, layout and policies."""

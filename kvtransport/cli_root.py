@@ -29,7 +29,7 @@ def build(commands: Mapping[str, Subcommand]) -> typer.Typer:
             typer.Option("--version", callback=_show_version, is_eager=True, help="Show version."),
         ] = False,
     ) -> None:
-        """Move KV cache between LLM engines, on any accelerator."""
+        """Move KV cache between LLM engines."""
 
     for name, command in commands.items():
         _add(app, name, command)

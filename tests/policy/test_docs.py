@@ -14,6 +14,7 @@ from kvtransport.policy.cost_model import CostOptions
 from kvtransport.policy.rates import ComputeRates, PullRates, break_even_tokens
 from kvtransport.policy.recompute import PullQuestion, load_recompute
 from kvtransport.policy.retention import load_retention
+from kvtransport_vllm import config as adapter_config
 
 TEXT = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
 PULL = PullRates(fixed_s=0.015, descriptor_s=3e-6, byte_s=1 / 20e9)
@@ -36,6 +37,7 @@ def test_configurations_load(tmp_path: Path) -> None:
     assert len(found) >= 2
     for text in found:
         config = json.loads(text)
+        adapter_config.load(config)
         load_retention(config["retention"], config["retention_config"])
         if "recompute" in config:
             options = {**config["recompute_config"], "state_file": str(tmp_path / "state")}

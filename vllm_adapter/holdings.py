@@ -40,20 +40,7 @@ class HeldBlocks:
         """Holdings dropped since the statistics were last taken."""
 
     def bind(self, pool: BlockPool) -> None:
-        """Use the engine's blocks; its cache can be reset from now on, whatever is held.
-
-        vLLM empties its prefix cache only while no block is in use, and asks
-        connectors afterwards, if at all.  What is held was computed before the
-        reset, maybe with other weights: it goes first.
-        """
         self._pool = pool
-        empty = pool.reset_prefix_cache
-
-        def reset_prefix_cache() -> bool:
-            self.reset()
-            return bool(empty())
-
-        pool.reset_prefix_cache = reset_prefix_cache
 
     @property
     def pool(self) -> BlockPool:

@@ -30,9 +30,9 @@ does so a whole step of the engine later.
 """
 
 UNASKED_S = 2.0
-"""For how long a request that the scheduler does not get to keeps what a peer retains.
+"""For how long a request that the scheduler does not get to keeps what it found.
 
-A handoff is kept: it takes up the peer's memory anyway until it is fetched.
+Its own handoff is kept: it takes up the peer's memory anyway until it is fetched.
 """
 
 
@@ -80,12 +80,24 @@ class Lookups:
             self._give_back(turns, now - UNASKED_S)
 
     def _give_back(self, turns: Iterable[Turn], since_s: float) -> None:
-        """Give back retained KV for which the scheduler has not asked since then."""
+        """Give back KV for which the scheduler has not asked since then.
+
+        Once per turn: a scheduler that comes by seldom finds others ready while
+        a turn looks again, so that otherwise it might never be ready itself.
+        """
         for turn in turns:
-            if turn.phase in (Phase.LOOKING, Phase.FOUND) and turn.wanted_s < since_s:
-                lease = turn.waits_with
-                if lease is not None and lease.purpose == Purpose.RETAINED.value:
-                    turn.give_back()
+            if turn.gave_back or turn.wanted_s >= since_s or turn.waits_with is None:
+                continue
+            mine = turn.waits_with.purpose == Purpose.HANDOFF.value and all(turn.handoff)
+            if not mine:
+                turn.gave_back = True
+                turn.give_back()
+
+    def forget(self, turns: Iterable[Turn]) -> None:
+        """Nothing that was found until now counts any more; ask for it again."""
+        for turn in turns:
+            if turn.phase in (Phase.LOOKING, Phase.FOUND):
+                turn.give_back()
 
     def _patience(self) -> float:
         return LOOKUP_WAIT_S if self._engine.alone else 0.0

@@ -64,8 +64,22 @@ class SchedulerSide:
         self.telemetry = Telemetry(engine)
 
     def bind(self, pool: BlockPool, watermark_blocks: int) -> None:
+        """Use the engine's blocks; its cache can be reset from now on, whatever is held.
+
+        vLLM empties its prefix cache only while no block is in use, and asks
+        connectors afterwards, if at all.  What is held or was found was computed
+        before, maybe with other weights: it goes first, even when requests that
+        run make vLLM's own part fail.
+        """
         self._held.bind(pool)
         self._watermark_blocks = watermark_blocks
+        empty = pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            self.reset_cache()
+            return bool(empty())
+
+        pool.reset_prefix_cache = reset_prefix_cache
 
     # -- a request arrives -------------------------------------------------
 
@@ -422,6 +436,7 @@ class SchedulerSide:
         return self.telemetry.take(self._turns.values())
 
     def reset_cache(self) -> bool:
+        self._lookups.forget(self._turns.values())
         return self._held.reset()
 
     def set_ranks(self, blobs: dict[tuple[int, int], bytes]) -> None:

@@ -22,7 +22,10 @@ app = typer.Typer(
 @app.command("salt")
 def of_salt() -> None:
     """Of requests that carry this cache_salt, which is read from standard input."""
-    typer.echo(label(_read("cache_salt")))
+    try:
+        typer.echo(label(_read("cache_salt").decode()))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"a cache_salt is UTF-8: {error}") from None
 
 
 @app.command("client")
@@ -42,12 +45,12 @@ def of_client(
     typer.echo(label(keyring.salt(keyring.tenant(_read("client")), None)))
 
 
-def _read(what: str) -> str:
+def _read(what: str) -> bytes:
     """One line, not shown while it is typed; never an argument, which others could see."""
     if sys.stdin.isatty():
-        value: str = typer.prompt(what, hide_input=True)
+        value: bytes = typer.prompt(what, hide_input=True).encode()
     else:
-        value = sys.stdin.readline().rstrip("\r\n")
+        value = sys.stdin.buffer.readline().rstrip(b"\r\n")
     if not value:
         raise ConfigError(f"no {what} on standard input")
     return value

@@ -6,8 +6,9 @@
        |          |          ^
        +----------+----------+  (every way ends in SETTLED, exactly once)
 
-It goes back to LOOKING when the scheduler did not ask for so long that what was
-found was given back; then it looks again once it is asked.
+It goes back to LOOKING when what was found was given back: once, because the
+scheduler did not ask for long, and whenever the cache is reset.  It looks again
+when it is asked.
 
 A settled turn never promises tokens again: whatever happened, the rest is
 computed here.
@@ -58,6 +59,8 @@ class Turn:
     """Whether a step of the scheduler has asked for the lookup's answer."""
     wanted_s: float = 0.0
     """When the scheduler asked last, or the request arrived; monotonic."""
+    gave_back: bool = False
+    """Whether it has given back what it found because the scheduler did not ask."""
     admitted: bool = False
     """Whether the scheduler has given it memory; later it may be preempted."""
     lease: HeldLease | None = None

@@ -40,14 +40,16 @@ class BlockCounts:
             return at.size
         return self.distinct + at.size - int(np.count_nonzero(self._of(at)))
 
-    def add(self, at: Positions) -> None:
-        """Count one more keeper of each block.
+    def add(self, at: Positions) -> int:
+        """Count one more keeper of each block; returns how many blocks had none.
 
         Raises ``ConfigError`` for a negative id, and then has counted nothing.
         """
         counts = self._of(at)
-        self.distinct += counts.size - int(np.count_nonzero(counts))
+        fresh = counts.size - int(np.count_nonzero(counts))
+        self.distinct += fresh
         self._counts[at] = np.add(counts, _ONE, counts)
+        return fresh
 
     def remove(self, at: Positions) -> int:
         """Count one keeper less of what was added; returns how many blocks have none now."""

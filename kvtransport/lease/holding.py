@@ -63,7 +63,9 @@ class Holding(msgspec.Struct, eq=False, gc=False):
     order; ``blocks`` and ``nbytes`` count all of them.  ``created_s`` and
     ``expires_s`` are on the ledger's clock.  ``turns`` counts how often the
     conversation had come back before; ``saved_s`` is the compute time that a
-    pull of all tokens saves, 0 when unknown.
+    pull of all tokens saves, 0 when unknown.  ``alone`` counts the blocks that no
+    other retained holding kept when this one was added, and when it is removed
+    those that none keeps any more: summed up, blocks in use.
 
     ``policy_data`` belongs to the retention policy, the rest to the ledger.
     """
@@ -88,6 +90,7 @@ class Holding(msgspec.Struct, eq=False, gc=False):
     node: int = 0
     timer: int = 0
     counted: NDArray[np.intp] | None = None
+    alone: int = 0
     policy_data: Any = None
 
     def __repr__(self) -> str:

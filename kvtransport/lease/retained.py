@@ -71,7 +71,7 @@ class Retained:
         """
         counted = holding.counted = self._counts.positions(holding.block_ids)
         # Before anything else: it raises for ids that can't be right.
-        self._counts.add(counted)
+        holding.alone = self._counts.add(counted)
         if self._pinned.distinct_with(counted) > self.budget_blocks:
             self._counts.remove(counted)
             return Refusal.OVER_BUDGET
@@ -89,18 +89,19 @@ class Retained:
         if refusal is not None:
             for old in leaving:
                 assert old.counted is not None
-                self._counts.add(old.counted)
+                old.alone = self._counts.add(old.counted)
                 self._added(old, now)
         return refusal
 
     def forget(self, holding: Holding) -> int:
         """Stop counting the holding; returns how many blocks nobody retains now."""
+        assert holding.counted is not None
+        holding.alone = freed = self._counts.remove(holding.counted)
         self.policy.removed(holding)
         self._number -= 1
         self._nbytes -= holding.nbytes
-        assert holding.counted is not None
         self._kept -= holding.blocks
-        return self._counts.remove(holding.counted)
+        return freed
 
     def _added(self, holding: Holding, now: float) -> None:
         self._kept += holding.blocks

@@ -101,7 +101,8 @@ class RetainByValue(RetentionPolicy):
     def added(self, holding: Holding, now: float, /) -> None:
         pool = self._shares.of(holding.tenant)
         holding.policy_data = entry = self._entry(holding, pool, now)
-        pool.blocks += holding.blocks
+        pool.holdings += 1
+        pool.blocks += holding.alone
         pool.add(holding, entry)
         self._shares.changed(pool)
 
@@ -110,7 +111,8 @@ class RetainByValue(RetentionPolicy):
         pool = self._pools[entry.pool]
         pool.discard(holding, entry)
         holding.policy_data = None
-        pool.blocks -= holding.blocks
+        pool.holdings -= 1
+        pool.blocks -= holding.alone
         self._shares.changed(pool)
 
     def pinned(self, holding: Holding, /) -> None:

@@ -59,7 +59,11 @@ Chance = Callable[["Holding", Entry, float], float]
 
 
 class Pool:
-    """What may be given up of one tenant, and how much the tenant has in all."""
+    """What may be given up of one tenant, and how much the tenant has in all.
+
+    ``blocks`` that several of its ``holdings`` share count once.  (Tenants share
+    none with each other: KV of one is never used for another.)
+    """
 
     __slots__ = (
         "_chance",
@@ -70,6 +74,7 @@ class Pool:
         "_queues",
         "_soft",
         "blocks",
+        "holdings",
         "name",
         "weight",
     )
@@ -78,6 +83,7 @@ class Pool:
         self.name = name
         self.weight = weight
         self.blocks = 0
+        self.holdings = 0
         self._chance = chance
         self._queues: dict[Key, Queue] = {}
         self._soft: Queue = OrderedDict()
@@ -88,7 +94,7 @@ class Pool:
 
     @property
     def load(self) -> float:
-        """Blocks in proportion to the pool's share."""
+        """Blocks in proportion to the pool's weight."""
         return self.blocks / self.weight
 
     def add(self, holding: Holding, entry: Entry) -> None:

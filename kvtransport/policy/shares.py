@@ -86,7 +86,7 @@ class Shares:
         if not self.used:
             return
         order = self._order(pool)
-        if pool.blocks:
+        if pool.holdings:
             order.put(pool)
         else:
             order.pools.pop(pool.name, None)

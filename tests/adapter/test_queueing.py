@@ -62,6 +62,32 @@ def test_what_was_given_back_is_found_again(
     assert pair.p.counted("kvtransport_outcomes_total", direction="decode_to_prefill") == 2
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_found_again_is_kept(
+    pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch, *, alone: bool
+) -> None:
+    """A scheduler that comes by seldom would find others ready, time and again."""
+    monkeypatch.setattr(lookups, "UNASKED_S", 0.1)
+    pair, prompt = retained(pairs, max_seqs=1, max_model_len=8192, blocks=600)
+    pair.p.side._engine.alone = alone
+    pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
+    pair.p.step()
+    pair.p.add("queued", prompt, params=PREFILL)
+    wait_for_leases(pair, 1)
+    wait_for_leases(pair, 0)
+    turn = pair.p.side._turns["queued"]
+    pair.p.side.get_num_new_matched_tokens(turn.request, 0)
+    wait_for_leases(pair, 1)
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:
+        pair.p.step()
+        time.sleep(0.005)
+    assert leases(pair) == 1
+    pair.p.abort("busy")
+    assert pair.p.finish("queued") == reference(prompt, 1)
+    assert pair.p.params["queued"]["kvt_turn"]["outcome"] == outcomes.PULLED
+
+
 def test_a_handoff_is_kept_however_long_its_reader_queues(
     pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,3 +158,25 @@ def test_a_reset_gives_up_what_is_held(pairs: list[SimPair], *, running: bool) -
     pair.d.run()
     _, turn = pair.turn(prompt)
     assert turn["pulled_tokens"] == 0
+
+
+def test_a_reset_gives_back_what_was_found(pairs: list[SimPair]) -> None:
+    """It was computed before; the peer's own reset need not wait for it either."""
+    pair, prompt = retained(pairs)
+    pair.p.add("turn", prompt, params=PREFILL)
+    wait_for_lookup(pair)
+    assert leases(pair) == 1
+    assert pair.p.scheduler.reset_prefix_cache()
+    end = time.monotonic() + 10
+    while leases(pair):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert pair.d.scheduler.reset_prefix_cache()
+    assert pair.p.finish("turn") == reference(prompt, 1)
+    assert pair.p.params["turn"]["kvt_turn"]["outcome"] == outcomes.NO_HOLDING
+
+
+def wait_for_lookup(pair: SimPair) -> None:
+    lookup = pair.p.side._turns["turn"].lookup
+    assert lookup is not None
+    assert lookup.wait(10) is not None

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from kvtransport_vllm.launch import Service, ServiceError, free_ports, wait_ready
+from kvtransport_vllm.launch import Service, ServiceError, free_ports, ports, wait_ready
 from kvtransport_vllm.launch.http import HttpStatusError, request
 
 # A stand-in for an engine: serves HTTP and has a child that ignores SIGTERM.
@@ -202,3 +202,22 @@ def test_a_peer_that_speaks_no_http_is_a_connection_error():
 def test_free_ports_are_distinct():
     ports = free_ports(20)
     assert len(set(ports)) == 20
+
+
+def test_free_ports_are_not_those_of_outgoing_connections():
+    """Which would be taken by somebody in the seconds that an engine needs to start."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = free_ports(200)
+    assert len(set(found)) == 200
+    assert max(found) < first
+
+
+def test_a_port_in_use_is_not_free(monkeypatch, tmp_path):
+    with socket.socket() as taken:
+        (port,) = free_ports(1)
+        taken.bind(("127.0.0.1", port))
+        monkeypatch.setattr(ports, "_candidates", lambda: [port])
+        assert free_ports(1) != [port]
+    monkeypatch.undo()
+    monkeypatch.setattr(ports, "_RANGE", tmp_path / "missing")
+    assert free_ports(2)

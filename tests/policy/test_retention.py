@@ -352,6 +352,31 @@ def test_a_listed_share_is_there_however_many_others_there_are() -> None:
     assert {row["share"] for name, row in shown.items() if name != "=a"} == {0.05}
 
 
+def test_blocks_that_a_tenants_conversations_share_count_once_for_its_share() -> None:
+    """Ten conversations on one system prompt take 40 blocks, not 220."""
+    cache = Cache("budgeted", blocks=200, tenant_quotas={"a": 0.5})
+    common = np.arange(20, dtype=np.int32)
+    cache._block = 20
+    for at in range(10):
+        own = np.arange(cache._block, cache._block + 2, dtype=np.int32)
+        cache._block += 2
+        cache.ledger.insert(
+            DigestChain.of([0] * (20 * BLOCK) + [at + 1] * (2 * BLOCK), SEED),
+            [np.concatenate((common, own))],
+            request_id="",
+            purpose=Purpose.RETAINED,
+            nbytes=1,
+            tenant="a",
+        )
+    for _ in range(40):
+        cache.retain(cache.tokens(10), tenant="b")
+    shown = cache.ledger.snapshot()["retention"]["tenants"]
+    assert shown == {"=a": {"blocks": 40, "share": 0.5}, "(all)": {"blocks": 160, "share": 0.5}}
+    assert {item.holding.tenant for item in cache.dropped()} == {"b"}
+    cache.ledger.reset()
+    assert cache.policy._pools == {}
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 4)), max_size=60),
     st.sampled_from([0.0, 0.05, 0.125, 0.5]),

@@ -22,9 +22,9 @@ class Keyring:
     def __init__(self, secret: bytes) -> None:
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"kvt-router-key").digest()
 
-    def tenant(self, value: str) -> Tenant:
+    def tenant(self, value: bytes) -> Tenant:
         """The tenant that ``value`` (a token, a user name) stands for."""
-        return self._digest(b"kvt-tenant", value.encode(errors="surrogatepass"))
+        return self._digest(b"kvt-tenant", value)
 
     def salt(self, tenant: Tenant, client_salt: str | None) -> str | None:
         """The ``cache_salt`` for both legs, or None for a request without either.
@@ -33,12 +33,11 @@ class Keyring:
         Behind it, a client's own salt narrows sharing further; it can never lead
         into another tenant's cache, because the result is keyed.
         """
-        whole = tenant.ljust(_SIZE, b"\x00")
-        name = self._digest(b"kvt-salt", whole).hex()
+        name = "" if tenant == ANONYMOUS else self._digest(b"kvt-salt", tenant).hex()
         if client_salt is None:
-            return None if tenant == ANONYMOUS else name
-        own = client_salt.encode(errors="surrogatepass")
-        return f"{name}.{self._digest(b'kvt-own-salt', whole + own).hex()}"
+            return name or None
+        own = tenant.ljust(_SIZE, b"\x00") + client_salt.encode(errors="surrogatepass")
+        return f"{name}.{self._digest(b'kvt-own-salt', own).hex()}"
 
     def conversation(self, tenant: Tenant, source: str, value: bytes) -> bytes:
         """The affinity key of an id that ``source`` gave."""

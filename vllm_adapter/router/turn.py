@@ -114,7 +114,8 @@ class TurnReader:
             if source.kind == "header":
                 value = headers.get(source.name.lower())
                 if value:
-                    return self._keyring.tenant(value)
+                    # The bytes that came, whatever their encoding.
+                    return self._keyring.tenant(value.encode("latin-1"))
                 continue
             try:
                 found = id_at(fields, source.name, self._config.limits.max_id_bytes)
@@ -126,7 +127,7 @@ class TurnReader:
                     param=source.name,
                 ) from error
             if found is not None:
-                return self._keyring.tenant(found.decode(errors="surrogatepass"))
+                return self._keyring.tenant(found)
         return ANONYMOUS
 
     def _to_engines(self, headers: dict[str, str], request_id: str) -> dict[str, str]:

@@ -31,6 +31,11 @@ FUNCTIONS = {
     f"{_SCHEDULER}._free_request": "a request aborted while loading keeps its blocks",
     f"{_SCHEDULER}.finish_requests": "the same, for aborts",
     f"{_SCHEDULER}.reset_prefix_cache": "our holdings are asked to yield",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache": "asks its coordinator",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.reset_prefix_cache": (
+        "calls the pool's by its attribute, where our part stands in front"
+    ),
+    f"{_POOL}.reset_prefix_cache": "fails while a block is in use",
     f"{_POOL}.touch": "one reference more, out of the free queue",
     f"{_POOL}.free_blocks": "one reference less, back into the free queue",
     "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"

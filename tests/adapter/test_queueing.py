@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from support.sim import BLOCK, SimPair, reference
+from support.sim import BLOCK, Sim, SimPair, reference
 from support.turns import retained, tokens
 
 from kvtransport import errors
@@ -14,16 +14,23 @@ from kvtransport_vllm import lookups, outcomes
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def leases(pair: SimPair) -> int:
-    return int(pair.d.side._engine.ledger.gauges().leases)
+def leases(owner: Sim) -> int:
+    return int(owner.side._engine.ledger.gauges().leases)
 
 
-def wait_for_leases(pair: SimPair, count: int) -> None:
-    """P runs meanwhile."""
+def run_until_leases(reader: Sim, owner: Sim, count: int) -> None:
+    """The reader runs until the owner has granted so many leases, or only so many are left."""
     end = time.monotonic() + 10
-    while leases(pair) != count:
-        assert time.monotonic() < end, f"{leases(pair)} leases on D"
-        pair.p.step()
+    while leases(owner) != count:
+        assert time.monotonic() < end, f"{leases(owner)} leases of {owner.name}"
+        reader.step()
+        time.sleep(0.005)
+
+
+def run_for(reader: Sim, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        reader.step()
         time.sleep(0.005)
 
 
@@ -36,8 +43,8 @@ def test_a_long_queue_does_not_pin_what_the_peer_retains(
     pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
     pair.p.step()
     pair.p.add("queued", prompt, params=PREFILL)
-    wait_for_leases(pair, 1)
-    wait_for_leases(pair, 0)
+    run_until_leases(pair.p, pair.d, 1)
+    run_until_leases(pair.p, pair.d, 0)
     assert pair.d.side._engine.held.make_room(pair.d.cache.num_blocks - 1), "D can have it all"
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
@@ -52,8 +59,8 @@ def test_what_was_given_back_is_found_again(
     pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
     pair.p.step()
     pair.p.add("queued", prompt, params=PREFILL)
-    wait_for_leases(pair, 1)
-    wait_for_leases(pair, 0)
+    run_until_leases(pair.p, pair.d, 1)
+    run_until_leases(pair.p, pair.d, 0)
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
     turn = pair.p.params["queued"]["kvt_turn"]
@@ -73,16 +80,13 @@ def test_what_is_found_again_is_kept(
     pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
     pair.p.step()
     pair.p.add("queued", prompt, params=PREFILL)
-    wait_for_leases(pair, 1)
-    wait_for_leases(pair, 0)
+    run_until_leases(pair.p, pair.d, 1)
+    run_until_leases(pair.p, pair.d, 0)
     turn = pair.p.side._turns["queued"]
     pair.p.side.get_num_new_matched_tokens(turn.request, 0)
-    wait_for_leases(pair, 1)
-    end = time.monotonic() + 0.4
-    while time.monotonic() < end:
-        pair.p.step()
-        time.sleep(0.005)
-    assert leases(pair) == 1
+    run_until_leases(pair.p, pair.d, 1)
+    run_for(pair.p, 0.4)
+    assert leases(pair.d) == 1
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
     assert pair.p.params["queued"]["kvt_turn"]["outcome"] == outcomes.PULLED
@@ -100,11 +104,9 @@ def test_a_handoff_is_kept_however_long_its_reader_queues(
     pair.d.add("busy", tokens(20, seed=5), max_tokens=8000)
     pair.d.step()
     pair.d.add("second leg", prompt, params=pair.p.params["first leg"])
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        pair.d.step()
-        time.sleep(0.005)
-    assert pair.p.side._engine.ledger.gauges().leases == 1
+    run_until_leases(pair.d, pair.p, 1)
+    run_for(pair.d, 0.4)
+    assert leases(pair.p) == 1
     pair.d.abort("busy")
     assert pair.d.finish("second leg") == reference(prompt, 1)
     assert pair.d.counted("kvtransport_outcomes_total", outcome=outcomes.PULLED) == 1
@@ -165,10 +167,10 @@ def test_a_reset_gives_back_what_was_found(pairs: list[SimPair]) -> None:
     pair, prompt = retained(pairs)
     pair.p.add("turn", prompt, params=PREFILL)
     wait_for_lookup(pair)
-    assert leases(pair) == 1
+    assert leases(pair.d) == 1
     assert pair.p.scheduler.reset_prefix_cache()
     end = time.monotonic() + 10
-    while leases(pair):
+    while leases(pair.d):
         assert time.monotonic() < end
         time.sleep(0.005)
     assert pair.d.scheduler.reset_prefix_cache()

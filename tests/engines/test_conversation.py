@@ -8,6 +8,7 @@ import time
 import pytest
 
 from kvtransport_vllm.launch import Engine, EnginePair
+from kvtransport_vllm.launch.http import post_json
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _FIRST, _LAST = 0x20, 0x7E
@@ -89,6 +90,17 @@ def test_whole_prompt_retained_elsewhere(pair, reference):
     tokens, account = turn(pair, again)
     assert tokens == ids(reference.complete(again, max_tokens=24))
     assert account["recomputed_tokens"] == 1
+
+
+def test_vllms_own_reset_gives_up_what_is_held(pair):
+    """Without ``reset_external``, as after an update of weights."""
+    prompt = text(300, 15)
+    turn(pair, prompt)
+    forget(pair)
+    done = post_json(pair.decode.port, "/reset_prefix_cache", {})
+    assert done["success"]
+    _, account = turn(pair, prompt)
+    assert account["outcome"] == "no_holding"
 
 
 def test_tenants_with_one_text_share_nothing(pair):

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtransport_vllm import compat, config
+from kvtransport_vllm import compat, config, logs
 from kvtransport_vllm.engine import Engine, open_worker
 from kvtransport_vllm.meta import RankHandshake, StepMetadata
 from kvtransport_vllm.metrics import TransportMetrics
@@ -52,6 +52,7 @@ class KVTransportConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        logs.share_handlers()
         settings = config.load(self._kv_transfer_config.kv_connector_extra_config)
         compat.check(vllm_config, kv_cache_config, settings)
         self._scheduler_side: SchedulerSide | None = None

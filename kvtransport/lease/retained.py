@@ -75,9 +75,10 @@ class Retained:
         if self._pinned.distinct_with(counted) > self.budget_blocks:
             self._counts.remove(counted)
             return Refusal.OVER_BUDGET
+        # In first, so that blocks both have never seem to be nobody's.
+        self._added(holding, now)
         for old in leaving:
             self.forget(old)
-        self._added(holding, now)
         refusal = None
         while self._counts.distinct > self.budget_blocks:
             victim = self.policy.victim(now, holding)

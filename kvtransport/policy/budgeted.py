@@ -36,8 +36,8 @@ _UNKNOWN_TOKEN_S = 1e-4
 class ValueOptions(BudgetOptions):
     """Settings of ``budgeted``, besides those that all policies share.
 
-    ``soft_hold_s``: after its KV was read for a next turn, a holding yields last
-    for so long, or until that turn was admitted here.
+    ``soft_hold_s``: after its KV was read in full for a next turn, a holding yields
+    last for so long, once, or until that turn was admitted here.
 
     ``tenant_quotas`` maps tenants to fractions of the budget.
     ``default_tenant_quota`` is the fraction of each tenant that is not listed, as
@@ -120,15 +120,21 @@ class RetainByValue(RetentionPolicy):
         self._pools[entry.pool].discard(holding, entry)
 
     def unpinned(self, holding: Holding, now: float, /) -> None:
-        pool = self._pools[holding.policy_data.pool]
+        before: Entry = holding.policy_data
+        pool = self._pools[before.pool]
         holding.policy_data = entry = self._entry(holding, pool, now)
-        if holding.returned and self.options.soft_hold_s > 0:
-            pool.add_soft(holding, entry, now + self.options.soft_hold_s)
+        entry.soft_until_s = before.soft_until_s
+        if holding.returned and not entry.soft_until_s:
+            # Once: others that read its beginning don't say that its turn is on its way.
+            entry.soft_until_s = now + self.options.soft_hold_s
+        if entry.soft_until_s > now:
+            pool.add_soft(holding)
         else:
             pool.add(holding, entry)
 
-    def admitted(self, holding: Holding, _now: float, /) -> None:
+    def admitted(self, holding: Holding, now: float, /) -> None:
         entry: Entry = holding.policy_data
+        entry.soft_until_s = min(entry.soft_until_s, now)
         self._pools[entry.pool].harden(holding, entry)
 
     def returned(self, holding: Holding, age_s: float, /) -> None:
@@ -141,7 +147,7 @@ class RetainByValue(RetentionPolicy):
         shares = self._shares
         most = heapq.nlargest(16, self._pools.values(), key=shares.load)
         shown = {
-            pool.name or "(all)": {"blocks": pool.blocks, "share": round(shares.share(pool), 4)}
+            shares.shown(pool): {"blocks": pool.blocks, "share": round(shares.share(pool), 4)}
             for pool in most
         }
         returns = self.returns.describe(self.options.decoder_kv_blocks_ttl)

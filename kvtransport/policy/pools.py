@@ -105,10 +105,9 @@ class Pool:
             self._changed.add(entry.key)
         queue[holding.holding_id] = holding
 
-    def add_soft(self, holding: Holding, entry: Entry, until_s: float) -> None:
-        """May be given up only when nothing else is left, until then."""
+    def add_soft(self, holding: Holding) -> None:
+        """May be given up only when nothing else is left, until its time."""
         self._soft[holding.holding_id] = holding
-        entry.soft_until_s = until_s
 
     def harden(self, holding: Holding, entry: Entry) -> None:
         """A soft holding may be given up in its turn again."""

@@ -81,6 +81,12 @@ class Shares:
             pool = self.pools[name] = Pool(name, weight, self._chance)
         return pool
 
+    def shown(self, pool: Pool) -> str:
+        """What status pages call it: the tenant's name, or who it is for in brackets."""
+        if pool.name == TOGETHER:
+            return "(others)" if self._quotas else "(all)"
+        return pool.name[1:] or "(no tenant)"
+
     def changed(self, pool: Pool) -> None:
         """Its number of blocks has changed."""
         if not self.used:

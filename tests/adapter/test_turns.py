@@ -150,8 +150,8 @@ def test_a_quota_is_for_the_tenant_it_names(pairs: list[SimPair]) -> None:
     shares = pair.d.side._engine.ledger.snapshot()["retention"]["tenants"]
     blocks = -(-107 // BLOCK)
     assert shares == {
-        f"={tenants.label('acme')}": {"blocks": 2 * blocks, "share": 0.5},
-        "(all)": {"blocks": 2 * blocks, "share": 0.5},
+        tenants.label("acme"): {"blocks": 2 * blocks, "share": 0.5},
+        "(others)": {"blocks": 2 * blocks, "share": 0.5},
     }
 
 

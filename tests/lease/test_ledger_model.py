@@ -344,6 +344,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert shown["retained"] == sum(kept.retained for kept in self.model.kept)
         assert shown["leases"] == len(self.model.leases)
         assert shown["retained_nbytes"] == BLOCK_NBYTES * len(blocks)
+        if "tenants" in shown["retention"]:
+            counted = sum(row["blocks"] for row in shown["retention"]["tenants"].values())
+            assert counted == len(blocks)
         assert shown["index_nodes"] <= 2 * len(self.model.kept)
         assert shown["to_collect"] == len(self.model.dropped)
 

@@ -273,7 +273,45 @@ def test_soft_hold_ends_by_itself_and_yields_to_live_requests() -> None:
     assert cache.ledger.make_room(2) == 2, "a live request comes first"
 
 
+def test_a_conversation_that_does_not_come_is_soft_once_whoever_reads_its_beginning() -> None:
+    """Else others with its system prompt would keep it for ever, and be refused for it."""
+    cache = Cache("budgeted", blocks=40, soft_hold_s=30.0)
+    common = cache.tokens(1)
+    dead = [*common, *cache.tokens(34)]
+    held = cache.retain(dead)
+    cache.ledger.release(cache.read(dead), delivered=True)
+    kept = []
+    for _ in range(8):
+        cache.now += 13.0
+        other = [*common, *cache.tokens(9)]
+        cache.ledger.release(cache.read(other), delivered=True)
+        kept.append(cache.retain(other, saved_s=100.0) is not None)
+    assert kept[:2] == [False, False], "soft for 30 s"
+    assert all(kept[2:])
+    assert held.holding_id in ids(cache.dropped())
+
+
 # -- tenants
+
+
+def test_a_growing_conversation_counts_whole_for_its_tenant() -> None:
+    cache = Cache("budgeted", blocks=100, tenant_quotas={"a": 0.5})
+    blocks: list[int] = []
+    text: list[int] = []
+    for turn in range(4):
+        text = [*text, *([turn + 1] * (8 * BLOCK))]
+        blocks = [*blocks, *range(len(blocks), len(blocks) + 8)]
+        cache.ledger.insert(
+            DigestChain.of(text, SEED),
+            [np.array(blocks, dtype=np.int32)],
+            request_id="",
+            purpose=Purpose.RETAINED,
+            nbytes=1,
+            tenant="a",
+        )
+        shown = cache.ledger.snapshot()
+        assert shown["retention"]["tenants"]["a"]["blocks"] == len(blocks)
+        assert shown["retained"] == 1
 
 
 QUOTAS = {"a": 0.5, "b": 0.25}
@@ -311,7 +349,7 @@ def test_a_share_that_others_leave_may_be_used_and_is_given_back() -> None:
     dropped = [item.holding.tenant for item in cache.dropped()]
     assert dropped == ["a"] * 4 + ["b"] * 2
     shown = cache.ledger.snapshot()["retention"]["tenants"]
-    assert shown == {"=a": {"blocks": 4, "share": 0.5}, "=b": {"blocks": 4, "share": 0.5}}
+    assert shown == {"a": {"blocks": 4, "share": 0.5}, "b": {"blocks": 4, "share": 0.5}}
 
 
 def test_leased_holdings_of_one_do_not_cost_another_its_share() -> None:
@@ -348,8 +386,8 @@ def test_a_listed_share_is_there_however_many_others_there_are() -> None:
     assert "a" not in dropped
     assert max(dropped.count(tenant) for tenant in dropped) == 1, "all others lose alike"
     shown = cache.ledger.snapshot()["retention"]["tenants"]
-    assert shown["=a"] == {"blocks": 10, "share": 0.5}
-    assert {row["share"] for name, row in shown.items() if name != "=a"} == {0.05}
+    assert shown["a"] == {"blocks": 10, "share": 0.5}
+    assert {row["share"] for name, row in shown.items() if name != "a"} == {0.05}
 
 
 def test_blocks_that_a_tenants_conversations_share_count_once_for_its_share() -> None:
@@ -371,7 +409,7 @@ def test_blocks_that_a_tenants_conversations_share_count_once_for_its_share() ->
     for _ in range(40):
         cache.retain(cache.tokens(10), tenant="b")
     shown = cache.ledger.snapshot()["retention"]["tenants"]
-    assert shown == {"=a": {"blocks": 40, "share": 0.5}, "(all)": {"blocks": 160, "share": 0.5}}
+    assert shown == {"a": {"blocks": 40, "share": 0.5}, "(others)": {"blocks": 160, "share": 0.5}}
     assert {item.holding.tenant for item in cache.dropped()} == {"b"}
     cache.ledger.reset()
     assert cache.policy._pools == {}

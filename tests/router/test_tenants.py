@@ -117,6 +117,8 @@ def test_the_command_names_tenants():
     assert refused.returncode == 1
     assert "KVT_ROUTER_SECRET" in refused.stderr
     assert "no cache_salt" in named_by("salt", "").stderr
+    short = named_by("client", "Bearer a", env={"KVT_ROUTER_SECRET": "short"})
+    assert "at least 16" in short.stderr
 
 
 @pytest.mark.parametrize("salt", ["", 5, ["x"], "x" * 1025, {"a": "b"}])

@@ -103,14 +103,16 @@ class Router:
         path: str = scope["path"]
         known = path in {CHAT, COMPLETIONS} or path in self._pages
         client = Client(send, "-", timeout_s=self._limits.idle_timeout_s)
-        self._in_flight += 1
+        # The one that asks how many there are is none of them.
+        counts = path not in self._pages
+        self._in_flight += counts
         outcome = "gone"
         try:
             outcome = await self._answered(path, scope, receive, client)
         except ClientGoneError:
             logger.debug("client left: request=%s", client.request_id)
         finally:
-            self._in_flight -= 1
+            self._in_flight -= counts
             self.metrics.requests.labels(path if known else "other", outcome).inc()
 
     async def _answered(self, path: str, scope: Scope, receive: Receive, client: Client) -> str:

@@ -30,7 +30,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _FIELD = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,3}")
 _FRAGMENT = re.compile(r"dp-rank=(\d{1,5})")
-_MIN_SECRET = 16
 _REDIS = ("redis://", "rediss://", "unix://")
 
 
@@ -119,11 +118,6 @@ class RouterConfig:
             )
         if not 0 < self.redis_timeout_s < float("inf"):
             raise ConfigError(f"--redis-timeout is {self.redis_timeout_s}; give seconds above 0")
-        if len(self.secret) < _MIN_SECRET:
-            raise ConfigError(
-                f"the router secret has {len(self.secret)} bytes; give at least {_MIN_SECRET}"
-                " random ones (head -c 32 /dev/urandom | base64)"
-            )
 
 
 def check_ttl(ttl_s: float, blocks_ttl_s: float) -> float:

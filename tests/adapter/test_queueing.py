@@ -34,10 +34,8 @@ def run_for(reader: Sim, seconds: float) -> None:
         time.sleep(0.005)
 
 
-def test_a_long_queue_does_not_pin_what_the_peer_retains(
-    pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks again when its turn comes, and still pulls."""
+def gave_back(pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch) -> tuple[SimPair, list[int]]:
+    """P is busy; its request ``queued`` had a lease and has given it back.  The prompt of it."""
     monkeypatch.setattr(lookups, "UNASKED_S", 0.2)
     pair, prompt = retained(pairs, max_seqs=1, max_model_len=8192, blocks=600)
     pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
@@ -45,6 +43,14 @@ def test_a_long_queue_does_not_pin_what_the_peer_retains(
     pair.p.add("queued", prompt, params=PREFILL)
     run_until_leases(pair.p, pair.d, 1)
     run_until_leases(pair.p, pair.d, 0)
+    return pair, prompt
+
+
+def test_a_long_queue_does_not_pin_what_the_peer_retains(
+    pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's own requests can have it, and then there is nothing to pull."""
+    pair, prompt = gave_back(pairs, monkeypatch)
     assert pair.d.side._engine.held.make_room(pair.d.cache.num_blocks - 1), "D can have it all"
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
@@ -54,13 +60,7 @@ def test_a_long_queue_does_not_pin_what_the_peer_retains(
 def test_what_was_given_back_is_found_again(
     pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "UNASKED_S", 0.2)
-    pair, prompt = retained(pairs, max_seqs=1, max_model_len=8192, blocks=600)
-    pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
-    pair.p.step()
-    pair.p.add("queued", prompt, params=PREFILL)
-    run_until_leases(pair.p, pair.d, 1)
-    run_until_leases(pair.p, pair.d, 0)
+    pair, prompt = gave_back(pairs, monkeypatch)
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
     turn = pair.p.params["queued"]["kvt_turn"]
@@ -74,18 +74,13 @@ def test_what_is_found_again_is_kept(
     pairs: list[SimPair], monkeypatch: pytest.MonkeyPatch, *, alone: bool
 ) -> None:
     """A scheduler that comes by seldom would find others ready, time and again."""
-    monkeypatch.setattr(lookups, "UNASKED_S", 0.1)
-    pair, prompt = retained(pairs, max_seqs=1, max_model_len=8192, blocks=600)
+    pair, prompt = gave_back(pairs, monkeypatch)
     pair.p.side._engine.alone = alone
-    pair.p.add("busy", tokens(20, seed=5), max_tokens=8000)
-    pair.p.step()
-    pair.p.add("queued", prompt, params=PREFILL)
-    run_until_leases(pair.p, pair.d, 1)
-    run_until_leases(pair.p, pair.d, 0)
+    pair.p.step()  # the next step begins with the patience that this one leaves
     turn = pair.p.side._turns["queued"]
     pair.p.side.get_num_new_matched_tokens(turn.request, 0)
     run_until_leases(pair.p, pair.d, 1)
-    run_for(pair.p, 0.4)
+    run_for(pair.p, 0.6)
     assert leases(pair.d) == 1
     pair.p.abort("busy")
     assert pair.p.finish("queued") == reference(prompt, 1)
